@@ -1,0 +1,334 @@
+"""Turning ds-gradfix on and off in this process: hooks on DeepSpeed's own submodules, late or early.
+
+The street: settings -> plan -> hooks -> slots -> engine init (engage, prove, say) -> training.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+import wrapt
+
+from ds_gradfix import slots
+from ds_gradfix.engine import ATTRIBUTE, disengage, engage, prove, settle
+from ds_gradfix.errors import GradfixError, PlanError, SlotError
+from ds_gradfix.installed import find_installed
+from ds_gradfix.preprocess import section_of
+from ds_gradfix.registry import Correction, Finding, Plan, Replace, Target, discover, make_plan
+from ds_gradfix.settings import Settings, resolve
+from ds_gradfix.source import recompile, rewrite
+
+log = logging.getLogger("ds_gradfix")
+
+ENGINE_INIT = Target("deepspeed.runtime.engine", "DeepSpeedEngine.__init__")
+CONFIG_INIT = Target("deepspeed.runtime.config", "DeepSpeedConfig.__init__")
+
+
+@dataclass
+class _State:
+    """What is on in this process."""
+
+    enabled: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict)
+    settings: Settings = field(default_factory=Settings)
+    plan: Plan | None = None
+    slots: dict[Target, slots.Slot] = field(default_factory=dict)
+    problems: dict[Target, str] = field(default_factory=dict)
+    hooked: set[str] = field(default_factory=set)
+    engines: WeakSet[Any] = field(default_factory=WeakSet)
+    engines_seen: int = 0
+
+
+_state = _State()
+_lock = threading.RLock()
+
+
+def enable(
+    *,
+    only: Iterable[str] | None = None,
+    exclude: Iterable[str] | None = None,
+    force: Iterable[str] | None = None,
+    strict: bool | None = None,
+    self_check: str | None = None,
+) -> None:
+    """Correct DeepSpeed in this process, from now on; before or after it is imported.
+
+    An argument left at None is decided by its variable, the configuration or its default; see
+    ds_gradfix.settings for what each means and for the rule. Calling it again with the same
+    arguments does nothing; with others, they take effect. Engines that exist already are engaged and
+    proved at once, which all ranks must then do together.
+
+    Raises SettingsError for a name or value that is not allowed, PlanError where a patch that was
+    asked for by name, or any in strict mode, can't act here, and SelfCheckError as engine init does.
+    """
+    given = {"only": only, "exclude": exclude, "force": force, "strict": strict, "self_check": self_check}
+    _enable({key: value for key, value in given.items() if value is not None})
+
+
+def enable_from_environment() -> None:
+    """What start-up activation calls: :func:`enable` without arguments, unless it is on already."""
+    if not _state.enabled:
+        _enable({})
+
+
+def _enable(arguments: dict[str, Any]) -> None:
+    with _lock:
+        settings = resolve(arguments, os.environ)
+        if _state.enabled and settings == _state.settings:
+            return
+        plan = make_plan(find_installed(), discover(), settings)
+        if _state.enabled:
+            disable()
+        _state.enabled, _state.arguments, _state.settings, _state.plan = True, arguments, settings, plan
+        _show_log()
+        _say_what_is_left_alone(plan, settings)
+        late = {target.module for target in _makers() if target.module in sys.modules}
+        for module in sorted({target.module for target in _makers()}):
+            if module in late:
+                _install(sys.modules[module], late=True)
+            elif module not in _state.hooked:
+                _state.hooked.add(module)
+                wrapt.register_post_import_hook(_on_import, module)
+        if ENGINE_INIT.module in late:
+            for engine in _live_engines():
+                _on_engine(engine)
+
+
+def disable() -> None:
+    """Put back every object that was there before. Does nothing if ds-gradfix is off.
+
+    Raises SlotError, leaving everything as it is, if another tool has taken one of our places since.
+    """
+    with _lock:
+        foreign = [slot for slot in _state.slots.values() if not slot.in_place]
+        if foreign:
+            slots.remove(foreign[0])  # raises, and says whose it is
+        for slot in _state.slots.values():
+            slots.remove(slot)
+        for engine in _state.engines:
+            disengage(engine)
+        _state.slots.clear()
+        _state.problems.clear()
+        _state.engines.clear()
+        _state.enabled = False
+
+
+def status() -> dict[str, Any]:
+    """The plan and what is in place, as plain data that ``json.dumps`` takes."""
+    with _lock:
+        settings = _state.settings if _state.enabled else resolve({}, os.environ)
+        plan = _state.plan if _state.enabled and _state.plan else make_plan(find_installed(), discover(), settings)
+        return {
+            "enabled": _state.enabled,
+            "settings": asdict(settings),
+            "deepspeed": plan.installed.deepspeed,
+            "plan": [
+                {
+                    "patch": entry.patch.id,
+                    "verdict": entry.verdict.value,
+                    "action": "correct" if entry.act else "leave",
+                    "reason": entry.reason,
+                    "targets": [
+                        {"target": str(f.target), "verdict": f.verdict.value, "fingerprint": f.fingerprint}
+                        for f in entry.findings
+                    ],
+                }
+                for entry in plan.entries
+            ],
+            "slots": [
+                {
+                    "target": str(target),
+                    "in_place": slot.in_place,
+                    "aliases": [f"{module.__name__}.{name}" for module, name in slot.aliases],
+                    "held_elsewhere": list(slot.held_elsewhere),
+                }
+                for target, slot in sorted(_state.slots.items())
+            ],
+            "problems": {str(target): text for target, text in _state.problems.items()},
+            "engines": [_engine_status(engine) for engine in _state.engines],
+        }
+
+
+def _engine_status(engine: Any) -> dict[str, Any]:
+    engagement = getattr(engine, ATTRIBUTE)
+    return {
+        "facts": asdict(engagement.facts),
+        "patches": sorted(engagement.patches),
+        "effects": {patch_id: effect.words for patch_id, effect in engagement.effects.items()},
+    }
+
+
+# ------------------------------------------------------------------------------------- slots
+
+Maker = Callable[[types.ModuleType], Callable[[Callable[..., Any]], Callable[..., Any]]]
+
+
+def _makers() -> dict[Target, Maker]:
+    """Every place to occupy, with what makes its occupant from the live module and the original."""
+    makers: dict[Target, Maker] = {
+        CONFIG_INIT: lambda module: _wrap_config_init,
+        ENGINE_INIT: lambda module: _wrap_engine_init,
+    }
+    for target, (correction, finding, ids) in _corrections().items():
+        makers[target] = _maker(correction, finding, ids)
+    return makers
+
+
+def _corrections() -> dict[Target, tuple[Correction, Finding, frozenset[str]]]:
+    """What the plan puts in, by target, with the patches that share each correction.
+
+    Raises PlanError if two patches have different corrections for one target.
+    """
+    assert _state.plan is not None
+    wanted: dict[Target, tuple[Correction, Finding, frozenset[str]]] = {}
+    for entry in _state.plan.entries:
+        for correction, finding in entry.corrections():
+            other, _, ids = wanted.get(correction.target, (correction, finding, frozenset()))
+            if other is not correction:
+                raise PlanError(
+                    f"{entry.patch.id} and {', '.join(sorted(ids))} both correct {correction.target},"
+                    " each in its own way: exclude one of them"
+                )
+            wanted[correction.target] = (correction, finding, ids | {entry.patch.id})
+    return wanted
+
+
+def _maker(correction: Correction, finding: Finding, ids: frozenset[str]) -> Maker:
+    def with_module(module: types.ModuleType) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        if isinstance(correction, Replace):
+            return lambda original: _dispatcher(ids, original, correction.body)
+        assert finding.function is not None
+        corrected = rewrite(finding.function, correction.rules)
+        label = f"{'+'.join(sorted(ids))} {correction.target}"
+        function = recompile(corrected, module, correction.helper, label)
+        return lambda original: _dispatcher(ids, original, lambda _, __, *args, **kwargs: function(*args, **kwargs))
+
+    return with_module
+
+
+def _dispatcher(ids: frozenset[str], original: Callable[..., Any], body: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs DeepSpeed's own function unless a patch that shares this correction is in force for ``self``."""
+
+    def dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        engagement = getattr(self, ATTRIBUTE, None)
+        if engagement is None or ids.isdisjoint(engagement.effects):
+            return original(self, *args, **kwargs)
+        return body(engagement, original, self, *args, **kwargs)
+
+    return dispatch
+
+
+def _on_import(module: types.ModuleType) -> None:
+    with _lock:
+        if _state.enabled:
+            _install(module, late=False)
+
+
+def _install(module: types.ModuleType, late: bool) -> None:
+    """Occupy every place of one module. A failure is kept and told, and harms nobody's import."""
+    for target, make in _makers().items():
+        if target.module != module.__name__ or target in _state.slots:
+            continue
+        try:
+            slot = slots.install(module, target.qualname, make(module), late)
+        except Exception as error:
+            _state.problems[target] = f"{type(error).__name__}: {error}"
+            log.warning("ds-gradfix: %s could not be corrected: %s", target, _state.problems[target])
+            continue
+        _state.slots[target] = slot
+        for holder in slot.held_elsewhere:
+            log.warning("ds-gradfix: %s was captured before ds-gradfix was on and stays as it was in %s", target, holder)
+
+
+# ---------------------------------------------------------------------- configuration and engines
+
+
+def _wrap_config_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        section = section_of(config)
+        original(self, config, *args, **kwargs)
+        setattr(self, ATTRIBUTE, section)
+
+    return init
+
+
+def _wrap_engine_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _on_engine(self)
+
+    return init
+
+
+def _on_engine(engine: Any) -> None:
+    plan = _state.plan
+    assert plan is not None
+    settings = _engine_settings(engine)
+    _raise_problems(settings)
+    engagement = engage(engine, plan, settings)
+    _state.engines.add(engine)
+    _state.engines_seen += 1
+    proof = None
+    if settings.self_check != "off":
+        proof = prove(engine, engagement, plan, [str(t) for t in _state.slots], _state.engines_seen)
+    settle(engine, engagement, proof, plan)
+
+
+def _engine_settings(engine: Any) -> Settings:
+    """The configuration's section under the process's settings. An engine older than ds-gradfix has
+    a configuration that we have not seen: it is read now."""
+    config = engine._config
+    section = getattr(config, ATTRIBUTE, None)
+    if section is None:
+        section = section_of(getattr(config, "_param_dict", {}))
+    settings = resolve(_state.arguments, os.environ, section)
+    assert _state.plan is not None
+    for patch_id in (*(settings.only or ()), *settings.exclude, *settings.force):
+        _state.plan.entry(patch_id)
+    return settings
+
+
+def _raise_problems(settings: Settings) -> None:
+    """What could not be put in place must stop a job that asked for it by name, or strictly."""
+    assert _state.plan is not None
+    for entry in _state.plan.entries:
+        if settings.strict or entry.patch.id in (settings.only or ()):
+            for target in entry.patch.targets:
+                if target in _state.problems:
+                    raise SlotError(f"{entry.patch.id} can't act: {target}: {_state.problems[target]}")
+
+
+def _live_engines() -> list[Any]:
+    engine_class = sys.modules[ENGINE_INIT.module].DeepSpeedEngine
+    return [thing for thing in gc.get_objects() if isinstance(thing, engine_class) and hasattr(thing, "optimizer")]
+
+
+# --------------------------------------------------------------------------------------- report
+
+
+def _show_log() -> None:
+    """Our lines reach the screen as DeepSpeed's own do, unless the application has decided otherwise."""
+    if not log.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+        log.addHandler(handler)
+        log.propagate = False
+    if log.level == logging.NOTSET:
+        log.setLevel(logging.INFO)
+
+
+def _say_what_is_left_alone(plan: Plan, settings: Settings) -> None:
+    if os.environ.get("RANK", "0") != "0":
+        return
+    for entry in plan.entries:
+        if entry.verdict.value == "unrecognised" and settings.selects(entry.patch.id):
+            log.warning("ds-gradfix: %s: %s", entry.patch.id, entry.reason)

@@ -1,0 +1,64 @@
+"""What a job is, as far as its gradients are concerned: the input of every patch's predicate.
+
+The same record comes from a configuration file (the doctor, before the job) and from a live
+engine (engine init), so that a patch decides once, in one function, whether it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One job.
+
+    ``group_size`` is D, the number of ranks over which a parameter's gradient is reduced
+    (data-parallel replicas times sequence shards); ``partition_sizes`` are the sizes of all the
+    groups that hold partitions (several with expert parallelism); ``largest_parameter`` is in
+    elements, None where no model is at hand.
+    """
+
+    zero_stage: int
+    group_size: int
+    sequence_parallel_size: int = 1
+    reduce_scatter: bool = True
+    contiguous_gradients: bool = True
+    reduce_bucket_size: int = 500_000_000
+    predivide_factor: float = 1.0
+    prescale_gradients: bool = False
+    reduction_op: str = "mean"
+    partition_sizes: tuple[int, ...] = ()
+    largest_parameter: int | None = None
+
+    @property
+    def all_group_sizes(self) -> frozenset[int]:
+        """Every number of ranks that one of this job's reductions may average over."""
+        return frozenset((self.group_size, *self.partition_sizes))
+
+
+def facts_from_config(config: Mapping[str, Any], ranks: int, sequence_parallel_size: int) -> Facts:
+    """Read a DeepSpeed configuration; ``ranks`` is the world size, without model parallelism.
+
+    Values that a framework fills in later (``"auto"``) count as DeepSpeed's default.
+    """
+    zero = config.get("zero_optimization") or {}
+
+    def value(section: Mapping[str, Any], key: str, default: Any) -> Any:
+        found = section.get(key, default)
+        return default if found in (None, "auto") else found
+
+    stage = int(value(zero, "stage", 0))
+    return Facts(
+        zero_stage=stage,
+        group_size=ranks,
+        sequence_parallel_size=sequence_parallel_size,
+        reduce_scatter=bool(value(zero, "reduce_scatter", True)),
+        contiguous_gradients=bool(value(zero, "contiguous_gradients", True)),
+        reduce_bucket_size=int(float(value(zero, "reduce_bucket_size", 5e8))),
+        predivide_factor=float(value(config, "gradient_predivide_factor", 1.0)),
+        prescale_gradients=bool(value(config, "prescale_gradients", False)),
+        reduction_op=str(value(config, "gradient_allreduce_op", "mean")).lower(),
+    )

@@ -1,0 +1,177 @@
+"""The arithmetic of the invariants: plain tensors and numbers, no DeepSpeed.
+
+Invariant 1. With G the group over which a parameter's gradient is reduced, D = |G|, S the
+sequence-parallel size and g_r rank r's gradient (already divided by the accumulation steps)::
+
+    mean: (S / D) * sum_r g_r        sum: sum_r g_r
+
+Everything below follows from :func:`gradient_scale`, the one place that decides the divisor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+def gradient_scale(op: str, group_size: int, sequence_parallel_size: int) -> float:
+    """The number that the sum of all ranks' gradients is multiplied with, for one reduction.
+
+    ``op`` is ``"mean"`` or ``"sum"``; ``group_size`` is D. The mean is taken over data-parallel
+    replicas and the sum over sequence shards, DeepSpeed's own convention (upstream #4530, #5555).
+    """
+    if op == "sum":
+        return 1.0
+    if op == "mean":
+        return sequence_parallel_size / group_size
+    raise ValueError(f"reduction op {op!r} is neither 'mean' nor 'sum'")
+
+
+def split_scale(
+    scale: float,
+    group_size: int,
+    dtype: torch.dtype,
+    predivide_factor: float = 1.0,
+    prescale: bool = False,
+) -> tuple[float, float]:
+    """Split ``scale`` into factors ``(pre, post)`` for before and after a reduction in ``dtype``.
+
+    ``predivide_factor`` and ``prescale`` are the user's own wishes (``gradient_predivide_factor``,
+    ``prescale_gradients``) and win. Otherwise fp32 and bf16 have the range to sum first, and the
+    result of a reduce-scatter is D times smaller than its input, so all of the scale goes behind
+    it. fp16 overflows at 65504 and loses small values below 6e-8: there a power of two near the
+    square root of the group size goes in front (the choice of FSDP2's gradient division). A scale
+    of one divides nothing anywhere, in any dtype: a sum stays a plain sum.
+    """
+    import torch
+
+    if scale == 1.0:
+        return 1.0, 1.0
+    if prescale:
+        return scale, 1.0
+    if predivide_factor != 1.0:
+        return 1.0 / predivide_factor, scale * predivide_factor
+    if dtype == torch.float16:
+        pre = 2.0 ** -round(math.log2(group_size) / 2)
+        return pre, scale / pre
+    return 1.0, scale
+
+
+def scale_(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply every tensor in place, fused over the list; a factor of one touches nothing."""
+    import torch
+
+    if factor != 1.0 and tensors:
+        torch._foreach_mul_(list(tensors), factor)
+
+
+def chunk_size(numel: int, world_size: int) -> int:
+    """Elements in each rank's partition of a tensor; the last ones may be partly padding."""
+    return -(-numel // world_size)
+
+
+def flatten_for_scatter(tensors: Sequence[Tensor], world_size: int) -> Tensor:
+    """One flat buffer in which rank r's partitions of all tensors lie side by side.
+
+    Shape ``[world_size * sum(chunk_size)]``, the tensors' dtype. A single tensor that needs no
+    padding is returned as a view of itself: nothing is copied.
+    """
+    import torch
+
+    if len(tensors) == 1 and tensors[0].numel() % world_size == 0:
+        return tensors[0].view(-1)
+    flat = [tensor.view(-1) for tensor in tensors]
+    if hasattr(torch, "_chunk_cat"):
+        # FSDP2's copy-in: one kernel however many tensors and ranks there are, zeros as padding.
+        return torch._chunk_cat(flat, dim=0, num_chunks=world_size).view(-1)
+    pieces: list[Tensor] = []
+    for rank in range(world_size):
+        for tensor in flat:
+            size = chunk_size(tensor.numel(), world_size)
+            piece = tensor[rank * size : (rank + 1) * size]
+            pieces.append(piece)
+            if piece.numel() < size:
+                pieces.append(tensor.new_zeros(size - piece.numel()))
+    return torch.cat(pieces)
+
+
+def scaled_to(tensor: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    """``tensor * factor`` in ``dtype``; in place where the dtype stays.
+
+    The product is taken in the wider of the two dtypes, so that only one rounding is in the
+    narrower one.
+    """
+    if dtype.itemsize > tensor.dtype.itemsize:
+        tensor = tensor.to(dtype)
+    scale_([tensor], factor)
+    return tensor.to(dtype)
+
+
+def reduce_scatter_coalesced(
+    tensors: Sequence[Tensor],
+    world_size: int,
+    rank: int,
+    pre: float,
+    post: float,
+    dtype: torch.dtype,
+    reduce_scatter: Callable[[Tensor, Tensor], object],
+) -> list[Tensor]:
+    """Reduce-scatter many tensors in one collective: sum over ranks, times ``pre * post``.
+
+    Returns this rank's partition of each tensor in ``dtype``, one-dimensional, without padding,
+    as views of one buffer. ``reduce_scatter(output, input)`` runs the collective with SUM in the
+    tensors' own dtype. The full buffer is passed over once, to lay it out, and once more only if
+    ``pre`` is not one; ``post`` and the change of dtype touch this rank's 1/world_size of it.
+    """
+    buffer = flatten_for_scatter(tensors, world_size)
+    scale_([buffer], pre)
+    partition = buffer.chunk(world_size)[rank]
+    reduce_scatter(partition, buffer)
+    partition = scaled_to(partition, post, dtype)
+    partitions = []
+    offset = 0
+    for tensor in tensors:
+        size = chunk_size(tensor.numel(), world_size)
+        own = max(0, min(size, tensor.numel() - rank * size))
+        partitions.append(partition.narrow(0, offset, own))
+        offset += size
+    return partitions
+
+
+# ------------------------------------------------------------- known numbers for self-checks
+
+
+def probe_gradient(numel: int, world_size: int, rank: int) -> Tensor:
+    """One rank's part of a gradient whose sum over the ranks is :func:`probe_sum`. fp32, [numel].
+
+    Two ranks contribute to each element, in turn, so that a sum over thousands of ranks is exact in
+    any dtype and every rank is seen to take part.
+    """
+    import torch
+
+    index = torch.arange(numel)
+    first = (index % world_size == rank).float()
+    second = ((index + 1) % world_size == rank).float()
+    return (first + 2 * second) * (1 + index % 4)
+
+
+def probe_sum(numel: int) -> Tensor:
+    """What the ranks' probe gradients add up to: 3, 6, 9, 12, 3, ... float64, [numel]."""
+    import torch
+
+    return 3.0 * (1 + torch.arange(numel) % 4).double()
+
+
+def compare(got: Tensor, right: Tensor) -> tuple[float, float]:
+    """``(ratio, error)`` of a measurement: the least-squares ratio of ``got`` to ``right``, and the
+    largest deviation of an element relative to its right value. Both float64, right without zeros;
+    no elements (a rank that keeps only padding) compare as ``(1.0, 0.0)``."""
+    if not right.numel():
+        return 1.0, 0.0
+    ratio = (got @ right) / (right @ right)
+    return float(ratio), float(((got - right) / right).abs().max())

@@ -1,0 +1,321 @@
+"""Patches as data, and the plan: what each of them does on this install, and why.
+
+Neither needs an import of torch or DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from enum import Enum
+from functools import cache
+from importlib import resources
+from importlib.metadata import entry_points
+from typing import Any
+
+from packaging.version import Version
+
+from ds_gradfix.errors import PlanError, RewriteError, SettingsError
+from ds_gradfix.facts import Facts
+from ds_gradfix.installed import Installed
+from ds_gradfix.settings import Settings
+from ds_gradfix.source import Function, Rule, find_functions, fingerprint, rewrite
+
+ENTRY_POINTS = "ds_gradfix.patches"
+
+
+class Verdict(str, Enum):
+    """What an installed function is, as far as one patch is concerned."""
+
+    DEFECTIVE = "defective"
+    FIXED = "fixed upstream"
+    ABSENT = "absent"
+    UNRECOGNISED = "unrecognised"
+
+
+@dataclass(frozen=True, order=True)
+class Target:
+    """One function of an installed DeepSpeed: its defining module and its name there."""
+
+    module: str
+    qualname: str
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.qualname}"
+
+
+@dataclass(frozen=True)
+class Replace:
+    """A correction that is a plain function.
+
+    For an engaged object ``body(engagement, original, *args, **kwargs)`` runs in place of the
+    installed function, and may call it.
+    """
+
+    target: Target
+    body: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A correction that edits the installed function's own syntax tree; see :class:`Rule`.
+
+    The rewritten text sees ``helper`` as ``_ds_gradfix``.
+    """
+
+    target: Target
+    rules: tuple[Rule, ...]
+    helper: object
+
+
+Correction = Replace | Rewrite
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a defect does to one job: gradients come out ``factor`` times what they should be
+    (None where it is not one number), and the same in words."""
+
+    factor: float | None
+    words: str
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One self-check on one rank: a known gradient put through one path of the engine.
+
+    ``ratio`` is measured over right, ``error`` the largest relative deviation of an element,
+    ``tolerance`` what rounding in the communication dtype explains.
+    """
+
+    path: str
+    ratio: float
+    error: float
+    tolerance: float
+
+    @property
+    def right(self) -> bool:
+        return self.error <= self.tolerance  # false for nan
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A card: one upstream defect, or one missing option, and its correction.
+
+    ``affects(facts)`` says what the defect does to a job, None if it does not bite there; the
+    doctor and the engine ask the same function. ``measure(engine)`` puts known numbers through the
+    engine's functions as they stand, whoever made them. Two patches may share a correction: then
+    it is installed once, and is in force for an engine if either patch is. ``fingerprints`` gives
+    for every target the known sources with their verdict.
+    """
+
+    id: str
+    title: str
+    symptom: str
+    cause: str
+    fix: str
+    upstream: tuple[str, ...]
+    retire: str
+    corrections: tuple[Correction, ...]
+    affects: Callable[[Facts], Effect | None]
+    measure: Callable[[Any], Sequence[Measurement]]
+    fingerprints: Mapping[str, Mapping[str, Verdict]] = field(default_factory=dict)
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        return tuple(correction.target for correction in self.corrections)
+
+
+# ---------------------------------------------------------------------------------- discovery
+
+
+@cache
+def catalogue() -> tuple[dict[str, Any], ...]:
+    """The known sources of built-in targets: one entry for each, from ``patches/fingerprints.json``."""
+    text = resources.files("ds_gradfix.patches").joinpath("fingerprints.json").read_text(encoding="utf-8")
+    return tuple(json.loads(text))
+
+
+def known_sources(patch_id: str) -> dict[str, dict[str, Verdict]]:
+    """From the catalogue: target -> fingerprint -> verdict, for one built-in patch."""
+    known: dict[str, dict[str, Verdict]] = {}
+    for entry in catalogue():
+        if patch_id in entry["verdicts"]:
+            known.setdefault(entry["target"], {})[entry["fingerprint"]] = Verdict(entry["verdicts"][patch_id])
+    return known
+
+
+def newest_known_release() -> Version:
+    return max(Version(release) for entry in catalogue() for release in entry["releases"])
+
+
+def discover() -> tuple[Patch, ...]:
+    """All patches, by id: the built-in ones and those that entry points offer.
+
+    Raises PlanError when two have the same id or a plugin can't be loaded.
+    """
+    package = importlib.import_module("ds_gradfix.patches")
+    found: list[Patch] = []
+    for info in pkgutil.iter_modules(package.__path__):
+        if not info.name.startswith("_"):
+            found.append(importlib.import_module(f"{package.__name__}.{info.name}").PATCH)
+    for point in entry_points(group=ENTRY_POINTS):
+        try:
+            found.append(point.load())
+        except Exception as error:
+            raise PlanError(f"the patch {point.name!r} of {point.value!r} can't be loaded: {error!r}") from error
+    ids = [patch.id for patch in found]
+    for patch_id in ids:
+        if ids.count(patch_id) > 1:
+            raise PlanError(f"two patches have the id {patch_id!r}")
+    return tuple(sorted(found, key=lambda patch: patch.id))
+
+
+# --------------------------------------------------------------------------------------- plan
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One target on this install: the function (None if it isn't there), its verdict, and why."""
+
+    target: Target
+    verdict: Verdict
+    reason: str
+    function: Function | None = None
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One patch on this install. ``act`` says whether its corrections go in; ``reason`` why."""
+
+    patch: Patch
+    findings: tuple[Finding, ...]
+    verdict: Verdict
+    act: bool
+    reason: str
+
+    def corrections(self) -> tuple[tuple[Correction, Finding], ...]:
+        """What goes in, with what it goes into: nothing where the patch does not act."""
+        pairs = zip(self.patch.corrections, self.findings, strict=True)
+        wanted = (Verdict.DEFECTIVE, Verdict.UNRECOGNISED)
+        return tuple((c, f) for c, f in pairs if self.act and f.verdict in wanted)
+
+
+@dataclass(frozen=True)
+class Plan:
+    installed: Installed
+    entries: tuple[Entry, ...]
+
+    def entry(self, patch_id: str) -> Entry:
+        for entry in self.entries:
+            if entry.patch.id == patch_id:
+                return entry
+        raise SettingsError(unknown_patch(patch_id, [e.patch.id for e in self.entries], "patch"))
+
+
+def unknown_patch(patch_id: str, known: Iterable[str], key: str) -> str:
+    """The error text for a patch id that does not exist."""
+    known = sorted(known)
+    near = get_close_matches(patch_id, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{key}: there is no patch {patch_id!r}{hint} The patches are: {', '.join(known)}"
+
+
+def check_names(settings: Settings, patches: Sequence[Patch]) -> None:
+    """Raise SettingsError for an id in ``only``, ``exclude`` or ``force`` that no patch has."""
+    ids = {patch.id for patch in patches}
+    for key in ("only", "exclude", "force"):
+        for patch_id in getattr(settings, key) or ():
+            if patch_id not in ids:
+                raise SettingsError(unknown_patch(patch_id, ids, key))
+
+
+def make_plan(installed: Installed, patches: Sequence[Patch], settings: Settings) -> Plan:
+    """Decide for each patch whether it acts on this install, by its targets' fingerprints.
+
+    Raises SettingsError for an unknown patch id, and PlanError where a patch can't act that was
+    asked for by name (``only``), or any patch in strict mode, because a source is unrecognised.
+    """
+    check_names(settings, patches)
+    functions = _read_functions(installed, {t for patch in patches for t in patch.targets})
+    entries = tuple(_entry(installed, patch, settings, functions) for patch in patches)
+    for entry in entries:
+        named = entry.patch.id in (settings.only or ())
+        if entry.verdict is Verdict.UNRECOGNISED and not entry.act and (settings.strict or named):
+            if settings.selects(entry.patch.id) and installed.deepspeed_path is not None:
+                raise PlanError(f"{entry.patch.id} can't act on this DeepSpeed ({installed.deepspeed}): {entry.reason}")
+    return Plan(installed, entries)
+
+
+Functions = Mapping[Target, "Function | str | None"]
+
+
+def _read_functions(installed: Installed, targets: Iterable[Target]) -> Functions:
+    """Each target's function, None if it isn't there, or why its file can't be read."""
+    by_module: dict[str, list[Target]] = {}
+    for target in sorted(targets):
+        by_module.setdefault(target.module, []).append(target)
+    found: dict[Target, Function | str | None] = {}
+    for module, wanted in by_module.items():
+        path = installed.module_file(module)
+        try:
+            functions = find_functions(path, [t.qualname for t in wanted]) if path else {}
+        except (OSError, SyntaxError, ValueError) as error:
+            found.update(dict.fromkeys(wanted, f"its source file can't be read ({error})"))
+            continue
+        for target in wanted:
+            found[target] = functions.get(target.qualname)
+    return found
+
+
+def _finding(installed: Installed, patch: Patch, target: Target, function: Function | str | None) -> Finding:
+    if isinstance(function, str):
+        return Finding(target, Verdict.UNRECOGNISED, function)
+    if function is None:
+        if installed.deepspeed_path is None:
+            return Finding(target, Verdict.ABSENT, "DeepSpeed is not installed")
+        if installed.release is not None and installed.release <= newest_known_release():
+            return Finding(target, Verdict.ABSENT, "this release does not have it")
+        return Finding(target, Verdict.UNRECOGNISED, "it is not where every known release that has it keeps it")
+    mark = fingerprint(function.node)
+    verdict = patch.fingerprints.get(str(target), {}).get(mark, Verdict.UNRECOGNISED)
+    reason = f"source {mark}" if verdict is not Verdict.UNRECOGNISED else f"its source ({mark}) is not one we know"
+    return Finding(target, verdict, reason, function, mark)
+
+
+def _entry(installed: Installed, patch: Patch, settings: Settings, functions: Functions) -> Entry:
+    findings = tuple(_finding(installed, patch, target, functions[target]) for target in patch.targets)
+    order = (Verdict.UNRECOGNISED, Verdict.DEFECTIVE, Verdict.FIXED, Verdict.ABSENT)
+    verdict = min((finding.verdict for finding in findings), key=order.index)
+    act, reason = _decide(patch, settings, verdict, findings)
+    if act:
+        try:
+            for correction, finding in zip(patch.corrections, findings, strict=True):
+                if isinstance(correction, Rewrite) and finding.function is not None:
+                    rewrite(finding.function, correction.rules)
+        except RewriteError as error:
+            act, verdict, reason = False, Verdict.UNRECOGNISED, str(error)
+    return Entry(patch, findings, verdict, act, reason)
+
+
+def _decide(
+    patch: Patch, settings: Settings, verdict: Verdict, findings: Sequence[Finding]
+) -> tuple[bool, str]:
+    if not settings.selects(patch.id):
+        return False, f"left out by {settings.why_not_selected(patch.id)}"
+    if verdict is Verdict.ABSENT:
+        return False, findings[0].reason
+    if verdict is Verdict.FIXED:
+        return False, "this release has the fix"
+    if verdict is Verdict.DEFECTIVE:
+        return True, "the installed source is known to have this defect"
+    strange = [finding for finding in findings if finding.verdict is Verdict.UNRECOGNISED]
+    said = "; ".join(f"{finding.target.qualname}: {finding.reason}" for finding in strange)
+    if patch.id in settings.force and all(finding.function for finding in strange):
+        return True, f"forced, although {said}"
+    return False, f"{said}. Left alone; force={patch.id!r} would correct it all the same"

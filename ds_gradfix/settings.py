@@ -1,0 +1,144 @@
+"""Settings and their precedence: the one place that knows either.
+
+The rule: an argument of ``enable()`` outranks a ``DS_GRADFIX_*`` variable, which outranks the
+``"ds_gradfix"`` section of the DeepSpeed configuration, which outranks the default. Each setting
+is decided by itself, by the highest place that gives it.
+
+Patches go into the process once, so ``only``, ``exclude`` and ``force`` of the first two places
+decide what goes in; those of a configuration decide what is in force for its engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any
+
+from ds_gradfix.errors import SettingsError
+
+SECTION = "ds_gradfix"
+VARIABLE_PREFIX = "DS_GRADFIX_"
+SELF_CHECK_LEVELS = ("error", "warn", "off")
+OFF_WORDS = ("", "0", "off", "false", "no")
+ON_WORDS = ("1", "on", "true", "yes")
+
+
+def _names(key: str, value: Any) -> tuple[str, ...]:
+    """A patch id, several separated by commas, or a list of them."""
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if isinstance(value, list | tuple | set | frozenset) and all(isinstance(part, str) for part in value):
+        return tuple(value)
+    raise SettingsError(f"{key}: {value!r} is neither a patch id nor a list of patch ids (see 'ds-gradfix list')")
+
+
+def _switch(key: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = str(value).strip().lower() if isinstance(value, str | int) else None
+    if word in ON_WORDS:
+        return True
+    if word in OFF_WORDS:
+        return False
+    raise SettingsError(f"{key}: {value!r} is not allowed; allowed are true and false")
+
+
+def _level(key: str, value: Any) -> str:
+    word = value.strip().lower() if isinstance(value, str) else value
+    if word in SELF_CHECK_LEVELS:
+        return str(word)
+    raise SettingsError(f"{key}: {value!r} is not allowed; allowed are {', '.join(map(repr, SELF_CHECK_LEVELS))}")
+
+
+def _setting(read: Callable[[str, Any], Any], default: Any, doc: str) -> Any:
+    return field(default=default, metadata={"read": read, "doc": doc})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Every setting, decided."""
+
+    only: tuple[str, ...] | None = _setting(_names, None, "Correct only with these patches; each must be able to act.")
+    exclude: tuple[str, ...] = _setting(_names, (), "Leave these patches out.")
+    force: tuple[str, ...] = _setting(
+        _names, (), "Let these patches act on source that is not recognised. The self-check still decides."
+    )
+    strict: bool = _setting(_switch, False, "Raise where ds-gradfix would otherwise leave something alone and say so.")
+    self_check: str = _setting(
+        _level,
+        "error",
+        "At engine init: 'error' stops the job when a correction does not measure right or the ranks"
+        " differ, 'warn' says so and goes on, 'off' measures nothing.",
+    )
+
+    def selects(self, patch_id: str) -> bool:
+        return patch_id not in self.exclude and (self.only is None or patch_id in self.only)
+
+    def why_not_selected(self, patch_id: str) -> str:
+        return "exclude" if patch_id in self.exclude else "only"
+
+
+def read_values(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Check names and values of one place; ``prefix`` stands before a key in an error.
+
+    Raises SettingsError naming the key, the value, what is allowed, and the near miss if one.
+    """
+    known = {setting.name: setting for setting in fields(Settings)}
+    read: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in known:
+            raise SettingsError(prefix + _no_such(str(key), known, "setting"))
+        if value is not None:
+            read[key] = known[key].metadata["read"](f"{prefix}{key}", value)
+    return read
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return f"{VARIABLE_PREFIX}{name.upper()}"
+
+
+def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The settings that variables give; an empty one gives nothing.
+
+    Raises SettingsError for a variable with our prefix that is no setting: a typing error there
+    would otherwise be a silent no-op.
+    """
+    read: dict[str, Any] = {}
+    known = {variable(setting.name): setting for setting in fields(Settings)}
+    for name, raw in environ.items():
+        if not name.startswith(VARIABLE_PREFIX):
+            continue
+        if name not in known:
+            raise SettingsError(_no_such(name, known, "variable"))
+        if raw.strip():
+            read[known[name].name] = known[name].metadata["read"](name, raw)
+    return read
+
+
+def resolve(
+    arguments: Mapping[str, Any], environ: Mapping[str, str], section: Mapping[str, Any] | None = None
+) -> Settings:
+    """Decide every setting by the rule above. Raises SettingsError as the readers do."""
+    return Settings(
+        **{
+            **read_section(section or {}),
+            **read_environment(environ),
+            **read_values(arguments, "enable() argument "),
+        }
+    )
+
+
+def _no_such(name: str, known: Iterable[str], what: str) -> str:
+    known = list(known)
+    near = get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    return f"{name}: there is no such {what}{hint} Allowed are: {', '.join(known)}"
+
+
+def read_section(section: Any) -> dict[str, Any]:
+    """Check a configuration's ``"ds_gradfix"`` section."""
+    if not isinstance(section, Mapping):
+        raise SettingsError(f'"{SECTION}": {section!r} is not allowed; it is an object, such as {{"self_check": "warn"}}')
+    return read_values(section, f'"{SECTION}": ')
