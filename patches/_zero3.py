@@ -26,8 +26,9 @@ def _dist() -> Any:
 
 
 def _partition_group(optimizer: Any, params: Sequence[Any]) -> Any:
-    """Parameters of one bucket share a partition group; it is the optimizer's own before 0.19.3."""
-    return getattr(params[0], "ds_process_group", optimizer.dp_process_group)
+    """Parameters of one bucket share a partition group. Up to 0.19.2 it is the optimizer's own."""
+    ask = getattr(optimizer, "_get_param_partition_group", None)
+    return ask(params[0]) if ask else optimizer.dp_process_group
 
 
 def _averaging_size(optimizer: Any, params: Sequence[Any], partition_size: int) -> int:
@@ -183,8 +184,9 @@ def _probes(optimizer: Any, template: Any) -> list[Any]:
     import torch
 
     dist = _dist()
-    group = _partition_group(optimizer, [template])
-    size, rank = dist.get_world_size(group=group), dist.get_rank(group=group)
+    size = dist.get_world_size(group=_partition_group(optimizer, [template]))
+    group = _contributing_group(optimizer, template)
+    contributors, rank = dist.get_world_size(group=group), dist.get_rank(group=group)
     device = sys.modules["deepspeed.accelerator"].get_accelerator().current_device_name()
     probes = []
     for numel in (2 * size + 1, 2 * size):
@@ -193,9 +195,17 @@ def _probes(optimizer: Any, template: Any) -> list[Any]:
             if hasattr(template, name):
                 setattr(probe, name, getattr(template, name))
         probe.partition_numel = lambda numel=numel: reduction.chunk_size(numel, size)
-        probe.grad = reduction.probe_gradient(numel, size, rank).to(probe)
+        probe.grad = reduction.probe_gradient(numel, contributors, rank).to(probe)
         probes.append(probe)
     return probes
+
+
+def _contributing_group(optimizer: Any, template: Any) -> Any:
+    """The ranks whose gradients belong to a parameter: all that reduce with this optimizer, or the
+    replicas of a routed expert. A dense parameter partitioned over fewer ranks is measured wrong."""
+    if getattr(template, "ds_zero_placement_family", None) == "autoep_expert":
+        return _partition_group(optimizer, [template])
+    return optimizer.dp_process_group
 
 
 def _flat(gradients: Sequence[Any]) -> Any:
@@ -232,9 +242,8 @@ def _judge(optimizer: Any, probes: Sequence[Any], partitions: Any, dtype: Any, p
     dist = _dist()
     group = _partition_group(optimizer, probes)
     size, rank = dist.get_world_size(group=group), dist.get_rank(group=group)
-    scale = reduction.gradient_scale(
-        "mean", _averaging_size(optimizer, probes, size), optimizer.sequence_parallel_size
-    )
+    everyone = dist.get_world_size(group=optimizer.dp_process_group)
+    scale = reduction.gradient_scale("mean", everyone, optimizer.sequence_parallel_size)
     got, right = [], []
     for probe, partition in zip(probes, partitions, strict=True):
         chunk = reduction.chunk_size(probe.numel(), size)

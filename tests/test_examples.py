@@ -1,0 +1,83 @@
+"""The training example under both launchers: wrong on stock DeepSpeed, right with DS_GRADFIX=1 and no other change.
+
+Runs in the environment that ds-gradfix is installed in, since its start-up file is what is tested.
+"""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+SCRIPT = EXAMPLES / "train_sequence_parallel.py"
+BIN = Path(sys.executable).parent
+STEP = re.compile(r"^step \d+  loss (\S+)  gradient is (\S+) x", re.MULTILINE)
+
+
+def torchrun(port):
+    return [BIN / "torchrun", "--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", port]
+
+
+def deepspeed(port):
+    return [BIN / "deepspeed", "--num_gpus", "2", "--master_port", port]
+
+
+def train(launcher, **environment):
+    """The losses and the relative gradients that the example prints."""
+    output = launch(launcher, SCRIPT, "--steps", 2, **environment)
+    steps = [(float(loss), float(ratio)) for loss, ratio in STEP.findall(output)]
+    assert len(steps) == 2, output
+    return steps
+
+
+def launch(launcher, *arguments, **environment):
+    """What two ranks print."""
+    inherited = {name: value for name, value in os.environ.items() if "DS_GRADFIX" not in name}
+    done = subprocess.run(
+        [str(word) for word in (*launcher(free_port()), *arguments)],
+        # Launchers start `python` and look for tools by name; two ranks share this machine's cores.
+        env={**inherited, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def test_the_example_does_not_know_ds_gradfix():
+    for path in (SCRIPT, SCRIPT.with_suffix(".json")):
+        assert not re.search("grad.?fix", path.read_text(), re.IGNORECASE)
+
+
+@pytest.mark.parametrize("launcher", [torchrun, deepspeed])
+def test_the_example_is_wrong_without_and_right_with(launcher):
+    stock = train(launcher)
+    corrected = train(launcher, DS_GRADFIX="1")
+    assert [ratio for _, ratio in stock] == [0.5, 0.5]
+    assert [ratio for _, ratio in corrected] == [1.0, 1.0]
+    # The first loss comes before any update; a full step then goes further down than half of one.
+    assert corrected[0][0] == stock[0][0]
+    assert corrected[1][0] < stock[1][0]
+
+
+@pytest.mark.parametrize("launcher, options", [(torchrun, ["-m"]), (deepspeed, ["--no_local_rank", "--module"])])
+def test_run_inside_a_launcher_needs_no_variable(launcher, options, tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, sys; print(f'rank {os.environ[\"RANK\"]} by {sys._ds_gradfix_boot}, {sys.argv[1:]}')\n"
+    )
+    output = launch(launcher, *options, "ds_gradfix", "run", script, "--lr", 1)
+    for rank in (0, 1):
+        assert f"rank {rank} by ds-gradfix run, ['--lr', '1']" in output
