@@ -23,7 +23,17 @@ from ds_gradfix.engine import ATTRIBUTE, disengage, engage, prove, settle
 from ds_gradfix.errors import GradfixError, PlanError, SlotError
 from ds_gradfix.installed import find_installed
 from ds_gradfix.preprocess import section_of
-from ds_gradfix.registry import Correction, Finding, Plan, Replace, Target, discover, make_plan
+from ds_gradfix.registry import (
+    Correction,
+    Finding,
+    Plan,
+    Replace,
+    Target,
+    check_names,
+    discover,
+    insist,
+    make_plan,
+)
 from ds_gradfix.settings import Settings, resolve
 from ds_gradfix.source import recompile, rewrite
 
@@ -292,8 +302,8 @@ def _engine_settings(engine: Any) -> Settings:
         section = section_of(getattr(config, "_param_dict", {}))
     settings = resolve(_state.arguments, os.environ, section)
     assert _state.plan is not None
-    for patch_id in (*(settings.only or ()), *settings.exclude, *settings.force):
-        _state.plan.entry(patch_id)
+    check_names(settings, [entry.patch for entry in _state.plan.entries])
+    insist(_state.plan, settings)
     return settings
 
 

@@ -49,7 +49,7 @@ def exchange(store: Any, topic: str, rank: int, world_size: int, text: str, time
 
 def _collect(store: Any, topic: str, world_size: int, timeout: timedelta) -> Agreement:
     keys = [f"{topic}/{rank}" for rank in range(world_size)]
-    present = range(world_size)
+    present = list(range(world_size))
     if not _wait(store, keys, timeout):
         present = [rank for rank in range(world_size) if store.check([keys[rank]])]
     said: dict[str, list[int]] = {}

@@ -189,16 +189,15 @@ def _measure(
 @contextmanager
 def _unlogged_collectives() -> Iterator[None]:
     """DeepSpeed's own count and timing of collectives must not show ours."""
-    comm = sys.modules.get("deepspeed.comm.comm")
-    logger = getattr(comm, "comms_logger", None)
-    kept = getattr(logger, "enabled", False)
-    if kept:
-        logger.enabled = False
+    logger = getattr(sys.modules.get("deepspeed.comm.comm"), "comms_logger", None)
+    if logger is None or not logger.enabled:
+        yield
+        return
+    logger.enabled = False
     try:
         yield
     finally:
-        if kept:
-            logger.enabled = True
+        logger.enabled = True
 
 
 def _judge(measured: Mapping[str, tuple[Measurement, ...] | str]) -> Proof:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ds_gradfix.errors import SettingsError
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -42,23 +44,31 @@ class Facts:
 def facts_from_config(config: Mapping[str, Any], ranks: int, sequence_parallel_size: int) -> Facts:
     """Read a DeepSpeed configuration; ``ranks`` is the world size, without model parallelism.
 
-    Values that a framework fills in later (``"auto"``) count as DeepSpeed's default.
+    Values that a framework fills in later (``"auto"``) count as DeepSpeed's default. Raises
+    SettingsError naming a key whose value has the wrong type.
     """
     zero = config.get("zero_optimization") or {}
+    if not isinstance(zero, Mapping):
+        raise SettingsError(f'"zero_optimization": {zero!r} is not allowed; it is an object, such as {{"stage": 3}}')
 
     def value(section: Mapping[str, Any], key: str, default: Any) -> Any:
         found = section.get(key, default)
-        return default if found in (None, "auto") else found
+        if found is None or found == "auto":
+            return default
+        try:
+            return type(default)(float(found) if isinstance(default, int) else found)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise SettingsError(f'"{key}": {found!r} is not allowed; it is a {type(default).__name__}') from error
 
-    stage = int(value(zero, "stage", 0))
+    stage = value(zero, "stage", 0)
     return Facts(
         zero_stage=stage,
         group_size=ranks,
         sequence_parallel_size=sequence_parallel_size,
-        reduce_scatter=bool(value(zero, "reduce_scatter", True)),
-        contiguous_gradients=bool(value(zero, "contiguous_gradients", True)),
-        reduce_bucket_size=int(float(value(zero, "reduce_bucket_size", 5e8))),
-        predivide_factor=float(value(config, "gradient_predivide_factor", 1.0)),
-        prescale_gradients=bool(value(config, "prescale_gradients", False)),
-        reduction_op=str(value(config, "gradient_allreduce_op", "mean")).lower(),
+        reduce_scatter=value(zero, "reduce_scatter", True),
+        contiguous_gradients=value(zero, "contiguous_gradients", True),
+        reduce_bucket_size=value(zero, "reduce_bucket_size", 500_000_000),
+        predivide_factor=value(config, "gradient_predivide_factor", 1.0),
+        prescale_gradients=value(config, "prescale_gradients", False),
+        reduction_op=value(config, "gradient_allreduce_op", "mean").lower(),
     )

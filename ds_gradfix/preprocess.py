@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import importlib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -32,9 +33,8 @@ def read_config(config: Any) -> Mapping[str, Any]:
 
 
 def _parse(text: str) -> Mapping[str, Any]:
-    import hjson  # DeepSpeed's own requirement, and its own parser for configurations
-
-    parsed = hjson.loads(text)
+    # DeepSpeed's own requirement, and its own parser for configurations; it has no type stubs.
+    parsed = importlib.import_module("hjson").loads(text)
     return parsed if isinstance(parsed, Mapping) else {}
 
 

@@ -165,9 +165,12 @@ def discover() -> tuple[Patch, ...]:
             found.append(importlib.import_module(f"{package.__name__}.{info.name}").PATCH)
     for point in entry_points(group=ENTRY_POINTS):
         try:
-            found.append(point.load())
+            loaded = point.load()
         except Exception as error:
             raise PlanError(f"the patch {point.name!r} of {point.value!r} can't be loaded: {error!r}") from error
+        if not isinstance(loaded, Patch):
+            raise PlanError(f"{point.value!r}, offered as the patch {point.name!r}, is no ds_gradfix.registry.Patch")
+        found.append(loaded)
     ids = [patch.id for patch in found]
     for patch_id in ids:
         if ids.count(patch_id) > 1:
@@ -222,7 +225,7 @@ def unknown_patch(patch_id: str, known: Iterable[str], key: str) -> str:
     """The error text for a patch id that does not exist."""
     known = sorted(known)
     near = get_close_matches(patch_id, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"{key}: there is no patch {patch_id!r}{hint} The patches are: {', '.join(known)}"
 
 
@@ -243,13 +246,19 @@ def make_plan(installed: Installed, patches: Sequence[Patch], settings: Settings
     """
     check_names(settings, patches)
     functions = _read_functions(installed, {t for patch in patches for t in patch.targets})
-    entries = tuple(_entry(installed, patch, settings, functions) for patch in patches)
-    for entry in entries:
-        named = entry.patch.id in (settings.only or ())
-        if entry.verdict is Verdict.UNRECOGNISED and not entry.act and (settings.strict or named):
-            if settings.selects(entry.patch.id) and installed.deepspeed_path is not None:
-                raise PlanError(f"{entry.patch.id} can't act on this DeepSpeed ({installed.deepspeed}): {entry.reason}")
-    return Plan(installed, entries)
+    plan = Plan(installed, tuple(_entry(installed, patch, settings, functions) for patch in patches))
+    insist(plan, settings)
+    return plan
+
+
+def insist(plan: Plan, settings: Settings) -> None:
+    """Raise PlanError for a selected patch with unrecognised source that was asked for by name, or
+    in strict mode."""
+    for entry in plan.entries:
+        asked = settings.selects(entry.patch.id) and (settings.strict or settings.only is not None)
+        if asked and entry.verdict is Verdict.UNRECOGNISED and not entry.act:
+            version = plan.installed.deepspeed
+            raise PlanError(f"{entry.patch.id} can't act on this DeepSpeed ({version}): {entry.reason}")
 
 
 Functions = Mapping[Target, "Function | str | None"]

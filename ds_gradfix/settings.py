@@ -4,8 +4,9 @@ The rule: an argument of ``enable()`` outranks a ``DS_GRADFIX_*`` variable, whic
 ``"ds_gradfix"`` section of the DeepSpeed configuration, which outranks the default. Each setting
 is decided by itself, by the highest place that gives it.
 
-Patches go into the process once, so ``only``, ``exclude`` and ``force`` of the first two places
-decide what goes in; those of a configuration decide what is in force for its engine.
+Patches go into the process once, before any configuration is read: ``only`` and ``exclude`` of the
+first two places decide what goes in, those of a configuration what is in force for its engine, and
+``force`` can't stand in a configuration.
 """
 
 from __future__ import annotations
@@ -141,4 +142,9 @@ def read_section(section: Any) -> dict[str, Any]:
     """Check a configuration's ``"ds_gradfix"`` section."""
     if not isinstance(section, Mapping):
         raise SettingsError(f'"{SECTION}": {section!r} is not allowed; it is an object, such as {{"self_check": "warn"}}')
+    if "force" in section:
+        raise SettingsError(
+            f'"{SECTION}": force: not allowed in a configuration, which is read when the patches are in place already;'
+            f" set {variable('force')} or enable(force=...)"
+        )
     return read_values(section, f'"{SECTION}": ')

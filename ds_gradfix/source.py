@@ -246,10 +246,10 @@ def mangled(qualname: str) -> str:
 
 def diff(before: Function, after: Function) -> str:
     """Unified diff of two versions of a function, as Python writes their syntax trees."""
-    lines = [ast.unparse(f.node).splitlines() for f in (before, after)]
     return "\n".join(
         difflib.unified_diff(
-            *lines,
+            ast.unparse(before.node).splitlines(),
+            ast.unparse(after.node).splitlines(),
             fromfile=f"installed/{before.path.name}:{before.line} {before.qualname}",
             tofile=f"corrected/{before.path.name} {before.qualname}",
             lineterm="",

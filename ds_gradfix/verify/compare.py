@@ -252,4 +252,6 @@ def _is_scaled(comparison: Comparison) -> bool:
 def _factor(ratio: float | None) -> str | None:
     if ratio is None or not math.isfinite(ratio) or ratio <= 0:
         return None
-    return f"{1 / ratio:.3g}x too small" if ratio < 1 else f"{ratio:.3g}x too large"
+    factor = max(ratio, 1 / ratio)
+    digits = 3 if factor > 1.01 else 6
+    return f"{factor:.{digits}g}x too {'small' if ratio < 1 else 'large'}"
