@@ -2,7 +2,8 @@
 
     python benchmarks/startup.py [--rounds N] [--json]
 
-Two virtual environments differ in the wheel alone. Each round starts the interpreter once in every situation, in an
+Virtual environments that differ in the wheel alone: one has it, one has not, and a second one without it shows what the
+measurement makes of no difference at all. Each round starts the interpreter once in every situation, in an
 order that rotates, and the CPU time (user and system) of each is set against that of the same round without the wheel.
 The median of these differences is the cost, given with its 95% confidence interval and the quartiles of single rounds.
 """
@@ -57,19 +58,20 @@ def main() -> None:
 
 
 def situations(directory: Path) -> list[Situation]:
-    """The baseline first: no wheel. Then the wheel with DS_GRADFIX unset, and set."""
+    """The baseline first: no wheel. Then the same again, and the wheel with DS_GRADFIX unset, and set."""
     traces = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
     source = shutil.copytree(ROOT, directory / "source", ignore=traces)  # building leaves traces of its own
     offline = ("--no-deps", "--no-index", "--no-build-isolation")
     subprocess.run([*PIP, "wheel", *offline, "--wheel-dir", directory, source], check=True)
     (wheel,) = directory.glob("*.whl")
     pythons = {}
-    for name in ("none", "with"):  # names of one length, so that paths are too
+    for name in ("none", "same", "with"):  # names of one length, so that paths are too
         venv.create(directory / name, symlinks=True)
         pythons[name] = str(directory / name / "bin" / "python")
     subprocess.run([*PIP, "--python", pythons["with"], "install", *offline, wheel], check=True)
     return [
         Situation("not installed", pythons["none"], {}),
+        Situation("not installed, once more", pythons["same"], {}),
         Situation("installed, DS_GRADFIX unset", pythons["with"], {}),
         Situation("installed, DS_GRADFIX=1", pythons["with"], {"DS_GRADFIX": "1"}),
     ]

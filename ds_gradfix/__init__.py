@@ -4,12 +4,12 @@ Importing this package imports nothing else: interpreter start-up may do it in e
 those ever import DeepSpeed.
 """
 
-__all__ = ["__version__", "disable", "enable", "status"]
+__all__ = ["__version__", "disable", "enable", "report", "status"]
 __version__ = "0.1.0"
 
 TYPE_CHECKING = False  # typing's own would cost an import of typing
 if TYPE_CHECKING:
-    from ds_gradfix.activation import disable, enable, status
+    from ds_gradfix.activation import disable, enable, report, status
 
 
 def __getattr__(name: str) -> object:

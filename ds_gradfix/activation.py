@@ -5,6 +5,7 @@ The street: settings -> plan -> hooks -> slots -> engine init (engage, prove, sa
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -19,16 +20,19 @@ from weakref import WeakSet
 import wrapt
 
 from ds_gradfix import slots
-from ds_gradfix.engine import ATTRIBUTE, disengage, engage, prove, settle
-from ds_gradfix.errors import GradfixError, PlanError, SlotError
+from ds_gradfix.engine import ATTRIBUTE, disengage, engage, prove, refused_option, report, settle
+from ds_gradfix.errors import PlanError, SettingsError, SlotError
 from ds_gradfix.installed import find_installed
-from ds_gradfix.preprocess import section_of
+from ds_gradfix.preprocess import read_config, section_of
 from ds_gradfix.registry import (
-    Correction,
     Finding,
+    Option,
     Plan,
     Replace,
+    Rewrite,
+    Steer,
     Target,
+    Verdict,
     check_names,
     discover,
     insist,
@@ -38,6 +42,8 @@ from ds_gradfix.settings import Settings, resolve
 from ds_gradfix.source import recompile, rewrite
 
 log = logging.getLogger("ds_gradfix")
+
+__all__ = ["disable", "enable", "enable_from_environment", "report", "status"]
 
 ENGINE_INIT = Target("deepspeed.runtime.engine", "DeepSpeedEngine.__init__")
 CONFIG_INIT = Target("deepspeed.runtime.config", "DeepSpeedConfig.__init__")
@@ -69,6 +75,7 @@ def enable(
     force: Iterable[str] | None = None,
     strict: bool | None = None,
     self_check: str | None = None,
+    sequence_parallel_reduction: str | None = None,
 ) -> None:
     """Correct DeepSpeed in this process, from now on; before or after it is imported.
 
@@ -80,7 +87,14 @@ def enable(
     Raises SettingsError for a name or value that is not allowed, PlanError where a patch that was
     asked for by name, or any in strict mode, can't act here, and SelfCheckError as engine init does.
     """
-    given = {"only": only, "exclude": exclude, "force": force, "strict": strict, "self_check": self_check}
+    given = {
+        "only": only,
+        "exclude": exclude,
+        "force": force,
+        "strict": strict,
+        "self_check": self_check,
+        "sequence_parallel_reduction": sequence_parallel_reduction,
+    }
     _enable({key: value for key, value in given.items() if value is not None})
 
 
@@ -193,15 +207,17 @@ def _makers() -> dict[Target, Maker]:
     return makers
 
 
-def _corrections() -> dict[Target, tuple[Correction, Finding, frozenset[str]]]:
+def _corrections() -> dict[Target, tuple[Replace | Rewrite, Finding, frozenset[str]]]:
     """What the plan puts in, by target, with the patches that share each correction.
 
     Raises PlanError if two patches have different corrections for one target.
     """
     assert _state.plan is not None
-    wanted: dict[Target, tuple[Correction, Finding, frozenset[str]]] = {}
+    wanted: dict[Target, tuple[Replace | Rewrite, Finding, frozenset[str]]] = {}
     for entry in _state.plan.entries:
         for correction, finding in entry.corrections():
+            if isinstance(correction, Steer):
+                continue  # no code goes in: see ds_gradfix.engine
             other, _, ids = wanted.get(correction.target, (correction, finding, frozenset()))
             if other is not correction:
                 raise PlanError(
@@ -212,7 +228,7 @@ def _corrections() -> dict[Target, tuple[Correction, Finding, frozenset[str]]]:
     return wanted
 
 
-def _maker(correction: Correction, finding: Finding, ids: frozenset[str]) -> Maker:
+def _maker(correction: Replace | Rewrite, finding: Finding, ids: frozenset[str]) -> Maker:
     def with_module(module: types.ModuleType) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         if isinstance(correction, Replace):
             return lambda original: _dispatcher(ids, original, correction.body)
@@ -264,11 +280,40 @@ def _install(module: types.ModuleType, late: bool) -> None:
 
 def _wrap_config_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        section = section_of(config)
+        parsed = read_config(config)
+        section = section_of(parsed)
+        options = _options(parsed, section)
+        if options:
+            config = functools.reduce(lambda prepared, option: option.prepare(prepared), options, parsed)
         original(self, config, *args, **kwargs)
+        for option in options:
+            for name, value in option.record.items():
+                setattr(self, name, value)
         setattr(self, ATTRIBUTE, section)
 
     return init
+
+
+def _options(parsed: Mapping[str, Any], section: Mapping[str, Any]) -> list[Option]:
+    """The options that a configuration asks for and a patch brings. Raises SettingsError for one that
+    it can't have, before DeepSpeed reads it: the same on all ranks, since the configuration is."""
+    assert _state.plan is not None
+    settings = resolve(_state.arguments, os.environ, section)
+    wanted = []
+    for entry in _state.plan.entries:
+        option = entry.patch.option
+        if option is None or not option.asked(parsed):
+            continue
+        refusal = option.refuse(parsed)
+        if refusal:
+            raise SettingsError(refusal)
+        if entry.verdict is Verdict.FIXED:
+            continue  # DeepSpeed has it by itself
+        if not entry.act or not settings.selects(entry.patch.id):
+            reason = entry.reason if not entry.act else f"left out by {settings.why_not_selected(entry.patch.id)}"
+            raise SettingsError(refused_option(option.key, entry.patch.id, reason))
+        wanted.append(option)
+    return wanted
 
 
 def _wrap_engine_init(original: Callable[..., Any]) -> Callable[..., Any]:

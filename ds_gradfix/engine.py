@@ -9,12 +9,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any
 
 from ds_gradfix.agreement import Agreement, exchange, name_ranks
-from ds_gradfix.errors import SelfCheckError
+from ds_gradfix.errors import GradfixError, SelfCheckError, SettingsError
 from ds_gradfix.facts import Facts
-from ds_gradfix.registry import Effect, Measurement, Plan, Verdict
+from ds_gradfix.registry import Effect, Measurement, Plan, Steer, Verdict
+from ds_gradfix.reduction import gradient_scale
 from ds_gradfix.settings import Settings
 
 ATTRIBUTE = "_ds_gradfix"
@@ -26,20 +28,23 @@ log = logging.getLogger("ds_gradfix")
 @dataclass(frozen=True)
 class Engagement:
     """The patches in force for one engine, with what each defect would do to it, and the patches
-    that would be if they were not left out, with the reason."""
+    that would be if they were not left out, with the reason. ``because`` says what decided the
+    convention over sequence shards; ``steered`` are the engine's attributes as they were before."""
 
     facts: Facts
     settings: Settings
+    because: str
     effects: Mapping[str, Effect]
     left_out: Mapping[str, str]
+    steered: Mapping[str, Any]
 
     @property
     def patches(self) -> frozenset[str]:
         return frozenset(self.effects)
 
 
-def facts_of(engine: Any) -> Facts:
-    """Read a live engine. An engine without an optimizer reduces nothing: ZeRO stage 0, alone."""
+def facts_of(engine: Any, convention: str = "sum") -> Facts:
+    """Read a live engine. One without an optimizer reduces nothing: ZeRO stage 0, alone."""
     optimizer = engine.optimizer
     if optimizer is None:
         return Facts(zero_stage=0, group_size=1)
@@ -56,10 +61,17 @@ def facts_of(engine: Any) -> Facts:
         reduce_bucket_size=int(config.zero_config.reduce_bucket_size),
         predivide_factor=float(config.gradient_predivide_factor),
         prescale_gradients=bool(config.prescale_gradients),
-        reduction_op=str(getattr(config, "gradient_allreduce_op", "mean")),
+        reduction_op=_reduction_op(config),
+        convention=convention,
         partition_sizes=tuple(sorted({dist.get_world_size(group=g) for g in groups.values()})),
         largest_parameter=max(map(_numel, engine.module.parameters()), default=0),
     )
+
+
+def _reduction_op(config: Any) -> str:
+    """What the job asked for, also from a release that ignores the key."""
+    known = getattr(config, "gradient_allreduce_op", None)
+    return str(known or getattr(config, "_param_dict", {}).get("gradient_allreduce_op", "mean")).lower()
 
 
 def _numel(param: Any) -> int:
@@ -67,27 +79,92 @@ def _numel(param: Any) -> int:
     return int(getattr(param, "ds_numel", param.numel()))
 
 
+def convention_of(settings: Settings) -> tuple[str, str]:
+    """What a mean does over sequence shards, and what decided it: the user, else the evidence of a
+    framework whose own loss is known, else DeepSpeed's own convention."""
+    if settings.sequence_parallel_reduction is not None:
+        return settings.sequence_parallel_reduction, "set by sequence_parallel_reduction"
+    parallelism = _accelerate_parallelism()
+    if parallelism is not None and getattr(parallelism, "sp_size", 1) > 1:
+        return "mean", "Accelerate's parallelism config: its sequence-parallel loss is combined over the shards"
+    return "sum", "DeepSpeed's own convention, by default"
+
+
+def _accelerate_parallelism() -> Any:
+    """The parallelism config of a live Accelerator, which Transformers' Trainer makes as well."""
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    shared = getattr(state, "_shared_state", None) or {}
+    return shared.get("parallelism_config") or getattr(shared.get("deepspeed_plugin"), "parallelism_config", None)
+
+
 def engage(engine: Any, plan: Plan, settings: Settings) -> Engagement:
-    """Decide which patches are in force for an engine, and let its slots know."""
-    facts = facts_of(engine)
+    """Decide which patches are in force for an engine, and let its slots know.
+
+    Raises SettingsError where the job asks for an option that can't be had here, and for a convention
+    over sequence shards that would mean nothing.
+    """
+    convention, because = convention_of(settings)
+    facts = facts_of(engine, convention)
+    _check_convention(facts, settings)
     effects, left_out = {}, {}
     for entry in plan.entries:
         effect = entry.patch.affects(facts)
         if effect is None:
             continue
+        option = entry.patch.option
+        refusal = option.refuse_engine(engine) if option else None
+        if refusal:
+            raise SettingsError(refusal)
         if entry.act and settings.selects(entry.patch.id):
             effects[entry.patch.id] = effect
         elif entry.verdict in (Verdict.DEFECTIVE, Verdict.UNRECOGNISED):
             reason = entry.reason if not entry.act else f"left out by {settings.why_not_selected(entry.patch.id)}"
+            if option:
+                raise SettingsError(refused_option(option.key, entry.patch.id, reason))
             left_out[entry.patch.id] = f"{effect.words}, and {entry.patch.id} does not correct it: {reason}"
-    engagement = Engagement(facts, settings, effects, left_out)
+    engagement = Engagement(facts, settings, because, effects, left_out, _steer(engine, plan, effects))
     for holder in (engine, engine.optimizer):
         if holder is not None:
             setattr(holder, ATTRIBUTE, engagement)
     return engagement
 
 
+def refused_option(key: str, patch_id: str, reason: str) -> str:
+    """The error text for an option that a job asked for and that can't be given."""
+    return f'"{key}": this DeepSpeed does not do what it asks for, and {patch_id}, which would, does not act: {reason}'
+
+
+def _check_convention(facts: Facts, settings: Settings) -> None:
+    if facts.reduction_op == "sum" and settings.sequence_parallel_reduction is not None:
+        raise SettingsError(
+            f"sequence_parallel_reduction: {settings.sequence_parallel_reduction!r} has no meaning with"
+            ' "gradient_allreduce_op": "sum", which adds up all ranks: leave one of the two out'
+        )
+
+
+def _steer(engine: Any, plan: Plan, effects: Mapping[str, Effect]) -> dict[str, Any]:
+    """Set the attributes that patches in force steer by; returns what they were."""
+    before: dict[str, Any] = {}
+    for patch_id in effects:
+        for correction, _ in plan.entry(patch_id).corrections():
+            if isinstance(correction, Steer):
+                for name, value in correction.values.items():
+                    before.setdefault(name, attrgetter(name)(engine))
+                    _set(engine, name, value)
+    return before
+
+
+def _set(engine: Any, dotted: str, value: Any) -> None:
+    *path, name = dotted.split(".")
+    setattr(attrgetter(".".join(path))(engine) if path else engine, name, value)
+
+
 def disengage(engine: Any) -> None:
+    """Take every patch out of force for an engine, and put its attributes back."""
+    engagement = vars(engine).get(ATTRIBUTE)
+    if engagement is not None:
+        for name, value in engagement.steered.items():
+            _set(engine, name, value)
     for holder in (engine, engine.optimizer):
         if holder is not None:
             vars(holder).pop(ATTRIBUTE, None)
@@ -149,6 +226,7 @@ def _digest(engagement: Engagement, plan: Plan, slots: Sequence[str]) -> str:
             "slots": sorted(slots),
             "patches in force": sorted(engagement.patches),
             "reduction": engagement.facts.reduction_op,
+            "convention over sequence shards": engagement.facts.convention,
             **{f"setting {name}": value for name, value in asdict(engagement.settings).items()},
         }
     )
@@ -247,19 +325,110 @@ def summary(engagement: Engagement, proof: Proof | None, plan: Plan) -> str:
     job = f"ZeRO-{facts.zero_stage}, {facts.group_size} ranks"
     if facts.sequence_parallel_size > 1:
         job += f", sequence parallel {facts.sequence_parallel_size}"
-    if not engagement.effects:
+    parts = [_patch_summary(engagement, proof, patch_id) for patch_id in engagement.effects]
+    if facts.reduction_op == "sum" and not parts:
+        parts.append("gradient_allreduce_op is sum, which this DeepSpeed does by itself")
+    if not parts:
         what = "nothing is corrected" if engagement.left_out else "nothing to correct"
-        return f"ds-gradfix: {job}: {what}, DeepSpeed {plan.installed.deepspeed} runs as it is"
-    parts = []
-    for patch_id, effect in engagement.effects.items():
-        part = f"{patch_id} is on ({effect.words}; corrected"
-        if proof is not None and proof.measurements.get(patch_id):
-            ratios = {f"{m.ratio:.6g}" for m in proof.measurements[patch_id]}
-            part += f", measured {' and '.join(sorted(ratios))} of the right value"
-        elif engagement.settings.self_check == "off":
-            part += ", not measured: self_check is off"
-        parts.append(part + ")")
+        parts.append(f"{what}, DeepSpeed {plan.installed.deepspeed} runs as it is")
+    if facts.sequence_parallel_size > 1 and facts.reduction_op == "mean":
+        parts.append(_convention_summary(engagement))
     return f"ds-gradfix: {job}: " + "; ".join(parts)
+
+
+def _patch_summary(engagement: Engagement, proof: Proof | None, patch_id: str) -> str:
+    part = f"{patch_id} is on ({engagement.effects[patch_id].words}; corrected"
+    if proof is not None and proof.measurements.get(patch_id):
+        ratios = {f"{m.ratio:.6g}" for m in proof.measurements[patch_id]}
+        part += f", measured {' and '.join(sorted(ratios))} of the right value"
+    elif engagement.settings.self_check == "off":
+        part += ", not measured: self_check is off"
+    return part + ")"
+
+
+LOSSES = {
+    "sum": "right where a rank's backward yields its own shard's part only (Megatron-DeepSpeed)",
+    "mean": "right where the loss is the mean of the rank's own shard, or is combined over the shards by a differentiable"
+    " all-gather (Transformers, the ALST recipe)",
+}
+
+
+def _convention_summary(engagement: Engagement) -> str:
+    """Which convention is in force, why, what it changes against stock, and who wants the other."""
+    convention = engagement.facts.convention
+    other = "mean" if convention == "sum" else "sum"
+    return (
+        f"over sequence shards gradients are reduced by {convention} ({engagement.because}), {change(engagement.facts)}"
+        f" stock: {LOSSES[convention]}; sequence_parallel_reduction={other!r} is {LOSSES[other]}"
+    )
+
+
+def change(facts: Facts) -> str:
+    """What the convention in force does to this job's gradients, compared with stock."""
+    shards = facts.sequence_parallel_size
+    stock_averages = facts.zero_stage == 3 and (facts.reduce_scatter or not facts.contiguous_gradients)
+    if facts.convention == "sum":
+        return f"x{shards} of" if stock_averages else "as in"
+    return "as in" if stock_averages else f"x1/{shards} of"
+
+
+def report(engine: Any) -> dict[str, Any]:
+    """Which reduction an engine has and where it is applied, as plain data.
+
+    ``op``, ``divisor`` (what the sum of the ranks' gradients is divided by), ``group_size``,
+    ``sequence_parallel_size``, ``convention`` with ``because``, ``patches`` in force with what each
+    corrects, ``left_out``, ``by`` (whose code reduces), ``where`` (the functions that do), and
+    ``param_groups``: of each of the optimizer's groups its number of parameters, its elements and the
+    sizes of the process groups that its gradients are reduced over. Raises GradfixError for an engine
+    that was made without ds-gradfix.
+    """
+    engagement: Engagement | None = getattr(engine, ATTRIBUTE, None)
+    if engagement is None:
+        raise GradfixError("this engine is not under ds-gradfix: call enable() before this, or before it is made")
+    facts = engagement.facts
+    scale = gradient_scale(facts.reduction_op, facts.group_size, facts.sequence_parallel_size, facts.convention)
+    return {
+        "op": facts.reduction_op,
+        "divisor": 1 / scale,
+        "group_size": facts.group_size,
+        "sequence_parallel_size": facts.sequence_parallel_size,
+        "convention": facts.convention if facts.reduction_op == "mean" else None,
+        "because": engagement.because,
+        "by": "ds-gradfix" if engagement.effects else "DeepSpeed",
+        "where": list(WHERE[facts.zero_stage]),
+        "patches": {patch_id: effect.words for patch_id, effect in engagement.effects.items()},
+        "left_out": dict(engagement.left_out),
+        "param_groups": [_param_group(engine, params) for params in _param_groups(engine)],
+    }
+
+
+WHERE = {
+    0: ("DeepSpeedEngine.allreduce_bucket", "DeepSpeedEngine.sparse_allreduce"),
+    1: ("average_tensor", "gradient_reduction_w_predivide", "allreduce_bucket"),
+    2: ("average_tensor", "gradient_reduction_w_predivide", "allreduce_bucket"),
+    3: ("__avg_scatter_grads", "__avg_scatter_contiguous_grads"),
+}
+
+
+def _param_groups(engine: Any) -> list[list[Any]]:
+    """The parameters that reduce, as the optimizer groups them: ZeRO keeps its own lists."""
+    optimizer = engine.optimizer
+    for name in ("bit16_groups", "fp16_groups"):
+        groups = getattr(optimizer, name, None)
+        if groups:
+            return [list(group) for group in groups]
+    return [list(group["params"]) for group in getattr(optimizer, "param_groups", ())]
+
+
+def _param_group(engine: Any, params: Sequence[Any]) -> dict[str, Any]:
+    dist = sys.modules["deepspeed.comm"]
+    default = getattr(engine.optimizer, "dp_process_group", None) or engine.seq_data_parallel_group
+    groups = {id(g): g for g in (getattr(param, "ds_process_group", default) for param in params)}
+    return {
+        "parameters": len(params),
+        "elements": sum(map(_numel, params)),
+        "reduced_over": sorted({dist.get_world_size(group=g) for g in groups.values()}),
+    }
 
 
 def _rank() -> int:

@@ -20,7 +20,8 @@ class Facts:
     ``group_size`` is D, the number of ranks over which a parameter's gradient is reduced
     (data-parallel replicas times sequence shards); ``partition_sizes`` are the sizes of all the
     groups that hold partitions (several with expert parallelism); ``largest_parameter`` is in
-    elements, None where no model is at hand.
+    elements, None where no model is at hand. ``convention`` says what a mean does over sequence
+    shards: see :func:`ds_gradfix.reduction.gradient_scale`.
     """
 
     zero_stage: int
@@ -32,6 +33,7 @@ class Facts:
     predivide_factor: float = 1.0
     prescale_gradients: bool = False
     reduction_op: str = "mean"
+    convention: str = "sum"
     partition_sizes: tuple[int, ...] = ()
     largest_parameter: int | None = None
 
@@ -41,7 +43,9 @@ class Facts:
         return frozenset((self.group_size, *self.partition_sizes))
 
 
-def facts_from_config(config: Mapping[str, Any], ranks: int, sequence_parallel_size: int) -> Facts:
+def facts_from_config(
+    config: Mapping[str, Any], ranks: int, sequence_parallel_size: int, convention: str = "sum"
+) -> Facts:
     """Read a DeepSpeed configuration; ``ranks`` is the world size, without model parallelism.
 
     Values that a framework fills in later (``"auto"``) count as DeepSpeed's default. Raises
@@ -71,4 +75,5 @@ def facts_from_config(config: Mapping[str, Any], ranks: int, sequence_parallel_s
         predivide_factor=value(config, "gradient_predivide_factor", 1.0),
         prescale_gradients=value(config, "prescale_gradients", False),
         reduction_op=value(config, "gradient_allreduce_op", "mean").lower(),
+        convention=convention,
     )

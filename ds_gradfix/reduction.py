@@ -19,17 +19,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def gradient_scale(op: str, group_size: int, sequence_parallel_size: int) -> float:
+def gradient_scale(op: str, group_size: int, sequence_parallel_size: int, convention: str = "sum") -> float:
     """The number that the sum of all ranks' gradients is multiplied with, for one reduction.
 
-    ``op`` is ``"mean"`` or ``"sum"``; ``group_size`` is D. The mean is taken over data-parallel
-    replicas and the sum over sequence shards, DeepSpeed's own convention (upstream #4530, #5555).
+    ``op`` is ``"mean"`` or ``"sum"``; ``group_size`` is D. Under ``mean`` the average is taken over
+    data-parallel replicas; ``convention`` says what happens over sequence shards: ``"sum"``, DeepSpeed's
+    own (upstream #4530, #5555), or ``"mean"``, for losses whose backward already yields S times a
+    shard's part (upstream #5248).
     """
+    if op not in ("mean", "sum") or convention not in ("mean", "sum"):
+        raise ValueError(f"reduction op {op!r} and convention {convention!r}: each is 'mean' or 'sum'")
     if op == "sum":
         return 1.0
-    if op == "mean":
-        return sequence_parallel_size / group_size
-    raise ValueError(f"reduction op {op!r} is neither 'mean' nor 'sum'")
+    return (sequence_parallel_size if convention == "sum" else 1) / group_size
 
 
 def split_scale(
@@ -175,3 +177,10 @@ def compare(got: Tensor, right: Tensor) -> tuple[float, float]:
         return 1.0, 0.0
     ratio = (got @ right) / (right @ right)
     return float(ratio), float(((got - right) / right).abs().max())
+
+
+def probe_tolerance(*dtypes: torch.dtype) -> float:
+    """The relative error of a probe that rounding in these dtypes explains."""
+    import torch
+
+    return 4 * max(torch.finfo(dtype).eps for dtype in dtypes)

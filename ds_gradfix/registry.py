@@ -72,7 +72,38 @@ class Rewrite:
     helper: object
 
 
-Correction = Replace | Rewrite
+@dataclass(frozen=True)
+class Steer:
+    """A correction that needs no code: attributes of a live engine that the target already obeys.
+
+    ``values`` maps a dotted attribute name, from the engine, to its value while in force. The target
+    is the function that reads them; its fingerprint says that it does.
+    """
+
+    target: Target
+    values: Mapping[str, Any]
+
+
+Correction = Replace | Rewrite | Steer
+
+
+@dataclass(frozen=True)
+class Option:
+    """The configuration key that a patch brings to releases without it.
+
+    ``asked(config)`` says whether a configuration (a mapping) asks for the option, and raises
+    SettingsError for a value that is not allowed. ``refuse(config)`` says why this configuration can't
+    have it, in one sentence that names both keys, else None; ``refuse_engine(engine)`` the same for what
+    only a live engine shows. ``prepare(config)`` returns the configuration that DeepSpeed is to see, and
+    ``record`` holds the attributes that its config object gets afterwards.
+    """
+
+    key: str
+    asked: Callable[[Mapping[str, Any]], bool]
+    refuse: Callable[[Mapping[str, Any]], str | None]
+    refuse_engine: Callable[[Any], str | None]
+    prepare: Callable[[Mapping[str, Any]], dict[str, Any]]
+    record: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -124,6 +155,7 @@ class Patch:
     affects: Callable[[Facts], Effect | None]
     measure: Callable[[Any], Sequence[Measurement]]
     fingerprints: Mapping[str, Mapping[str, Verdict]] = field(default_factory=dict)
+    option: Option | None = None
 
     @property
     def targets(self) -> tuple[Target, ...]:

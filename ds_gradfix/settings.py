@@ -20,7 +20,6 @@ from ds_gradfix.errors import SettingsError
 
 SECTION = "ds_gradfix"
 VARIABLE_PREFIX = "DS_GRADFIX_"
-SELF_CHECK_LEVELS = ("error", "warn", "off")
 OFF_WORDS = ("", "0", "off", "false", "no")
 ON_WORDS = ("1", "on", "true", "yes")
 
@@ -45,11 +44,14 @@ def _switch(key: str, value: Any) -> bool:
     raise SettingsError(f"{key}: {value!r} is not allowed; allowed are true and false")
 
 
-def _level(key: str, value: Any) -> str:
-    word = value.strip().lower() if isinstance(value, str) else value
-    if word in SELF_CHECK_LEVELS:
-        return str(word)
-    raise SettingsError(f"{key}: {value!r} is not allowed; allowed are {', '.join(map(repr, SELF_CHECK_LEVELS))}")
+def _one_of(*allowed: str) -> Callable[[str, Any], str]:
+    def read(key: str, value: Any) -> str:
+        word = value.strip().lower() if isinstance(value, str) else value
+        if word in allowed:
+            return str(word)
+        raise SettingsError(f"{key}: {value!r} is not allowed; allowed are {', '.join(map(repr, allowed))}")
+
+    return read
 
 
 def _setting(read: Callable[[str, Any], Any], default: Any, doc: str) -> Any:
@@ -67,10 +69,18 @@ class Settings:
     )
     strict: bool = _setting(_switch, False, "Raise where ds-gradfix would otherwise leave something alone and say so.")
     self_check: str = _setting(
-        _level,
+        _one_of("error", "warn", "off"),
         "error",
         "At engine init: 'error' stops the job when a correction does not measure right or the ranks"
         " differ, 'warn' says so and goes on, 'off' measures nothing.",
+    )
+    sequence_parallel_reduction: str | None = _setting(
+        _one_of("sum", "mean"),
+        None,
+        "What a mean does over the shards of a sequence, on every ZeRO stage alike. 'sum', DeepSpeed's own, is right where"
+        " each rank's backward yields only its own shard's part of the gradient (Megatron-DeepSpeed); 'mean' where the"
+        " loss is the mean of the rank's own shard, or combined over shards by a differentiable all-gather (Transformers,"
+        " the ALST recipe). By default a known framework's own loss decides, else 'sum'.",
     )
 
     def selects(self, patch_id: str) -> bool:

@@ -175,6 +175,8 @@ class _Edit(ast.NodeTransformer):
         self.replacement = _template(rule.replacement)
         if isinstance(self.pattern, ast.expr) and not isinstance(self.replacement, ast.expr):
             self.pattern = ast.Expr(self.pattern)  # an expression gives way to a statement, or to nothing
+        if isinstance(self.pattern, ast.stmt) and isinstance(self.replacement, ast.expr):
+            self.replacement = ast.Expr(self.replacement)
         self.count = 0
 
     def visit(self, node: ast.AST) -> Any:
@@ -203,7 +205,10 @@ def rewrite(function: Function, rules: Sequence[Rule]) -> Function:
                 f"{function.qualname} in {function.path}: the pattern {rule.pattern!r} stands there"
                 f" {edit.count} times instead of {wanted}"
             )
-    return Function(function.path, function.qualname, ast.fix_missing_locations(node), function.future)
+    node = ast.fix_missing_locations(node)
+    if fingerprint(ast.parse(ast.unparse(node)).body[0]) != fingerprint(node):
+        raise RewriteError(f"{function.qualname}: the edits make a syntax tree that is not Python")
+    return Function(function.path, function.qualname, node, function.future)
 
 
 def recompile(function: Function, module: ModuleType, helper: object, label: str) -> Callable[..., Any]:

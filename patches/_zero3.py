@@ -39,7 +39,8 @@ def _averaging_size(optimizer: Any, params: Sequence[Any], partition_size: int) 
 
 def _scale(engagement: Any, optimizer: Any, averaging_size: int, shards: int) -> float:
     """The scale of a reduction by invariant 1, less what is left to a patch not in force."""
-    scale = reduction.gradient_scale("mean", averaging_size, shards)
+    facts = engagement.facts
+    scale = reduction.gradient_scale(facts.reduction_op, averaging_size, shards, facts.convention)
     factor = optimizer.gradient_predivide_factor
     if PREDIVIDE_POSTSCALE in engagement.left_out and _skips_postscale(optimizer, averaging_size):
         scale /= factor
@@ -60,9 +61,10 @@ def _scatter(engagement: Any, original: Any, optimizer: Any, params: Any, *dtype
     """``__avg_scatter_grads``: reduce each parameter's full gradient, return this rank's partitions."""
     shards = 1 if SCATTER_SCALE in engagement.left_out else optimizer.sequence_parallel_size
     if optimizer.all2all_process_group is not None:
-        # The quantized reduction averages inside its kernels, so the rest of the scale comes after.
+        # The quantized reduction averages over all ranks by itself, so the rest of the scale comes after.
         partitions = original(optimizer, params, *dtype)
-        reduction.scale_(partitions, shards)
+        everyone = _dist().get_world_size(group=optimizer.dp_process_group)
+        reduction.scale_(partitions, everyone * _scale(engagement, optimizer, everyone, shards))
         return partitions
     dist = _dist()
     group = _partition_group(optimizer, params)
@@ -128,6 +130,11 @@ CONTIGUOUS = Rewrite(
 
 
 # ------------------------------------------------------------------------------- measuring
+
+
+def measure_both(engine: Any) -> list[Measurement]:
+    """Both reductions of the engine."""
+    return measure_scatter(engine) + measure_contiguous(engine)
 
 
 def measure_scatter(engine: Any) -> list[Measurement]:
@@ -243,7 +250,9 @@ def _judge(optimizer: Any, probes: Sequence[Any], partitions: Any, dtype: Any, p
     group = _partition_group(optimizer, probes)
     size, rank = dist.get_world_size(group=group), dist.get_rank(group=group)
     everyone = dist.get_world_size(group=optimizer.dp_process_group)
-    scale = reduction.gradient_scale("mean", everyone, optimizer.sequence_parallel_size)
+    facts = optimizer._ds_gradfix.facts
+    shards = optimizer.sequence_parallel_size
+    scale = reduction.gradient_scale(facts.reduction_op, everyone, shards, facts.convention)
     got, right = [], []
     for probe, partition in zip(probes, partitions, strict=True):
         chunk = reduction.chunk_size(probe.numel(), size)
@@ -251,5 +260,5 @@ def _judge(optimizer: Any, probes: Sequence[Any], partitions: Any, dtype: Any, p
         got.append(partition.flatten()[: own.numel()].double().cpu())
         right.append(scale * own)
     ratio, error = reduction.compare(torch.cat(got), torch.cat(right))
-    coarsest = max(torch.finfo(d).eps for d in (dtype, optimizer.dtype, partitions[0].dtype))
-    return Measurement(f"{path} in {str(dtype).removeprefix('torch.')}", ratio, error, 4 * coarsest)
+    tolerance = reduction.probe_tolerance(dtype, optimizer.dtype, partitions[0].dtype)
+    return Measurement(f"{path} in {str(dtype).removeprefix('torch.')}", ratio, error, tolerance)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ds_gradfix.facts import Facts
-from ds_gradfix.patches._zero3 import CONTIGUOUS, PREDIVIDE_POSTSCALE, SCATTER, measure_contiguous, measure_scatter
-from ds_gradfix.registry import Effect, Measurement, Patch, known_sources
+from ds_gradfix.patches._zero3 import CONTIGUOUS, PREDIVIDE_POSTSCALE, SCATTER, measure_both
+from ds_gradfix.registry import Effect, Patch, known_sources
 
 
 def _affects(facts: Facts) -> Effect | None:
@@ -22,10 +20,6 @@ def _affects(facts: Facts) -> Effect | None:
     )
 
 
-def _measure(engine: Any) -> list[Measurement]:
-    return measure_scatter(engine) + measure_contiguous(engine)
-
-
 PATCH = Patch(
     id=PREDIVIDE_POSTSCALE,
     title="ZeRO-3 skips the multiplication that undoes a pre-division by the group size",
@@ -39,6 +33,6 @@ PATCH = Patch(
     retire="When the oldest supported DeepSpeed has the upstream fix; none has it up to 0.19.8.",
     corrections=(SCATTER, CONTIGUOUS),
     affects=_affects,
-    measure=_measure,
+    measure=measure_both,
     fingerprints=known_sources(PREDIVIDE_POSTSCALE),
 )

@@ -8,7 +8,9 @@ from ds_gradfix.registry import Effect, Patch, known_sources
 
 
 def _affects(facts: Facts) -> Effect | None:
-    if facts.zero_stage != 3 or facts.sequence_parallel_size == 1 or facts.reduction_op != "mean":
+    if facts.zero_stage != 3 or facts.sequence_parallel_size == 1:
+        return None
+    if facts.reduction_op != "mean" or facts.convention != "sum":
         return None
     shards = facts.sequence_parallel_size
     every = facts.reduce_scatter or not facts.contiguous_gradients

@@ -86,7 +86,10 @@ def copy(tmp_path: Path) -> Copy:
 
 
 def plan_of(installed: Installed, patches: Any = None, **settings: Any) -> Plan:
-    return make_plan(installed, discover() if patches is None else patches, Settings(**settings))
+    """The plan for the two ZeRO-3 patches, or others."""
+    if patches is None:
+        patches = [patch for patch in discover() if patch.id in BOTH]
+    return make_plan(installed, patches, Settings(**settings))
 
 
 def acting(plan: Plan) -> set[str]:
@@ -136,7 +139,7 @@ def test_the_really_installed_one_is_planned_without_importing_torch_or_deepspee
         from ds_gradfix.registry import discover, make_plan
         from ds_gradfix.settings import Settings
         plan = make_plan(find_installed(), discover(), Settings())
-        print(sorted(entry.patch.id for entry in plan.entries if entry.act), plan.installed.deepspeed)
+        print(plan.installed.deepspeed, *(entry.patch.id for entry in plan.entries if entry.act))
         assert not {"torch", "deepspeed", "wrapt", "rich", "hjson"} & set(sys.modules), sorted(sys.modules)
     """
     environment = {name: value for name, value in os.environ.items() if "DS_GRADFIX" not in name}
@@ -145,7 +148,7 @@ def test_the_really_installed_one_is_planned_without_importing_torch_or_deepspee
     )
     assert said.returncode == 0, said.stderr
     if find_installed().deepspeed == "0.19.8":
-        assert said.stdout.split() == [f"['{PREDIVIDE}',", f"'{SCATTER_SCALE}']", "0.19.8"]
+        assert {"0.19.8", *BOTH} <= set(said.stdout.split())
 
 
 @pytest.mark.parametrize("version", ["0.19.8", "0.19.9", "0.99.0", "0.19.8+vendor.3", "0.19.9+edaa7221", "weird", None, "0.1"])

@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=3, metavar="K", help="optimizer steps (default: 3)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--stock", dest="runs", action="store_const", const=(STOCK,), help="only DeepSpeed as installed")
-    which.add_argument("--corrected", dest="runs", action="store_const", const=(CORRECTED,), help="only with ds-gradfix")
+    which.add_argument(
+        "--corrected", dest="runs", action="store_const", const=(CORRECTED,), help="only with ds-gradfix"
+    )
     which.add_argument("--both", dest="runs", action="store_const", const=(STOCK, CORRECTED), help="both (the default)")
     parser.set_defaults(runs=(STOCK, CORRECTED))
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")

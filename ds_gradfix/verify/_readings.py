@@ -19,7 +19,10 @@ def gradients(engine: Any) -> dict[str, torch.Tensor]:
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
             continue
-        gradient = safe_get_full_grad(parameter)
+        # BF16_Optimizer keeps the reduced gradient here; before 0.19.8 DeepSpeed's getter returns the rank's own instead.
+        gradient = getattr(parameter, "_hp_grad", None)
+        if gradient is None:
+            gradient = safe_get_full_grad(parameter)
         if gradient is None:
             gradient = torch.zeros(_shape(parameter))
         found[name] = gradient.detach().float().cpu().clone().reshape(_shape(parameter)) / scale
@@ -69,6 +72,4 @@ def _unfused_masters(engine: Any) -> dict[int, torch.Tensor]:
         return {}
     halves = getattr(engine.optimizer, "fp16_groups", [])
     singles = getattr(engine.optimizer, "fp32_groups", [])
-    return {
-        id(half): single for half_group, group in zip(halves, singles) for half, single in zip(half_group, group)
-    }
+    return {id(half): single for half_group, group in zip(halves, singles) for half, single in zip(half_group, group)}

@@ -38,6 +38,8 @@ class Case:
     """Optimizer steps; each takes the configuration's `gradient_accumulation_steps` micro-batches on every rank."""
     sequence_parallel: int = 1
     """Ranks that share one sequence (S of invariant 1); divides the number of ranks."""
+    convention: str = "sum"
+    """What a mean does over the shards of a sequence, for the loss that this case stands for: `sum` or `mean`."""
     model: Model = field(default_factory=Model)
     optimizer: str = "sgd"
     """`sgd`, `adam` or `adamw`: the torch.optim class, given to DeepSpeed as the client's own optimizer."""

@@ -14,6 +14,7 @@ from ds_gradfix.verify.cases import Case
 from ds_gradfix.verify.config import precision
 from ds_gradfix.verify.reference import ReferenceStep, train
 
+
 @dataclass(frozen=True)
 class Comparison:
     """One parameter's gradient (before clipping) or update (value after the step minus value before it)."""
@@ -90,7 +91,7 @@ class Result:
     norm: Verdict
     update: Verdict
     digest: str
-    """sha256 over every rank's gradients, norms, parameters and losses, of all steps: equal digests are bit-for-bit equal runs."""
+    """sha256 of every rank's gradients, norms, parameters and losses in all steps: equal for bit-for-bit equal runs."""
     versions: dict[str, str]
     """Of deepspeed and torch in the ranks; `backend` is that of torch.distributed."""
     error: str | None = None
@@ -135,8 +136,6 @@ def compared(case: Case, *, corrected: bool, outcomes: Sequence[dict[str, Any]])
         digest=_digest(outcomes),
         versions={**outcomes[0]["versions"], "backend": outcomes[0]["backend"]},
     )
-
-
 
 
 def _step(case: Case, seen: list[dict[str, Any]], expected: ReferenceStep, tolerance: float) -> Step:

@@ -1,7 +1,7 @@
 """From a DeepSpeed configuration to what the oracle runs: `prepared` for one case, `case_from_config` for a user's file.
 
-The oracle brings its own model, data, batch size and torch optimizer, so some keys of a job's configuration cannot be honoured. What
-decides a gradient, a norm or an update is kept as it is.
+The oracle brings its own model, data, batch size and torch optimizer, so some keys of a job's configuration cannot be
+honoured. What decides a gradient, a norm or an update is kept as it is.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ FP16_LOSS_SCALE = 128
 TOLERANCE = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 6e-2}
 """Relative error of a gradient that rounding alone may cause, by the coarsest dtype it passes through.
 
-A gradient of the reference model is the end of some ten roundings: 16 units of roundoff (2^-11 in fp16, 2^-9 in bf16) for the
-half types; fp32 has room to spare. The smallest wrong scale worth finding, W / (W - 1) with W = 8 ranks, is 1.14.
+A gradient of the reference model is the end of some ten roundings: 16 units of roundoff (2^-11 in fp16, 2^-8 in bf16)
+for the half types; fp32 has room to spare. The smallest wrong scale worth finding, W / (W - 1) with W = 8 ranks, is 1.14.
 """
 
 _OWN_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "sequence_parallel_size", "data_parallel_size")
@@ -140,13 +140,17 @@ def case_from_config(
     check_ranks(ranks, sequence_parallel)
     config["gradient_accumulation_steps"] = _accumulation(config, ranks // sequence_parallel, notes)
     if config.get("gradient_clipping") is None:
-        notes.append('no "gradient_clipping" in the configuration: none is applied (DeepSpeed 0.19.3 and later clip at 1.0)')
+        notes.append(
+            'no "gradient_clipping" in the configuration: none is applied (DeepSpeed 0.19.3 and later clip at 1.0)'
+        )
     elif isinstance(config["gradient_clipping"], bool) or not isinstance(config["gradient_clipping"], (int, float)):
         raise ConfigError(f'"gradient_clipping" is {config["gradient_clipping"]!r}; it must be a number, 0 for none')
     if section(config, "fp16").get("enabled") and section(config, "fp16").get("loss_scale") != FP16_LOSS_SCALE:
         notes.append(f"fp16 runs with a static loss scale of {FP16_LOSS_SCALE}")
     if config.get("managed_gradient_accumulation") is False:
-        notes.append('"managed_gradient_accumulation" is left true: the oracle reads the reduced gradients before the step')
+        notes.append(
+            '"managed_gradient_accumulation" is left true: the oracle reads the reduced gradients before the step'
+        )
     optimizer, options, rate = _optimizer(config, notes)
     if "scheduler" in config:
         notes.append("the learning rate is constant: the scheduler is left out")
@@ -190,7 +194,9 @@ def _accumulation(config: dict[str, Any], replicas: int, notes: list[str]) -> in
     total, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
     if given is None and isinstance(total, int) and isinstance(micro, int) and micro * replicas:
         given = max(1, total // (micro * replicas))
-        notes.append(f"gradient accumulation steps: {given}, from the batch sizes and {replicas} data-parallel replicas")
+        notes.append(
+            f"gradient accumulation steps: {given}, from the batch sizes and {replicas} data-parallel replicas"
+        )
     if given is None:
         given = 1
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:

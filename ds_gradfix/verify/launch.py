@@ -54,9 +54,7 @@ class Launch:
                 hung = [rank for rank, code in enumerate(codes) if code is None]
                 self._dump_stacks(hung)
                 named = ", ".join(map(str, hung))
-                raise RankFailure(
-                    f"no rank got on for {timeout:g} s; still running: {named}\n{self._tracebacks(hung)}"
-                )
+                raise RankFailure(f"no rank got on for {timeout:g} s; still running: {named}\n{self._tracebacks(hung)}")
             time.sleep(_POLL_SECONDS)
 
     def end(self) -> None:

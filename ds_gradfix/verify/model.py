@@ -1,8 +1,8 @@
 """The reference model, its data and its optimizer, as the ranks and the float64 reference both build them.
 
 Weights and data come from seeded generators, in float64 on the CPU, so that every process draws the same numbers. Data
-differs from rank to rank and from micro-batch to micro-batch: with the same data everywhere the mean of the ranks' gradients is
-each rank's own, and a reduction that never happens looks right.
+differs from rank to rank and from micro-batch to micro-batch: with the same data everywhere the mean of the ranks'
+gradients is each rank's own, and a reduction that never happens looks right.
 """
 
 from __future__ import annotations

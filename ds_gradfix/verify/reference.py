@@ -34,8 +34,9 @@ class ReferenceStep:
 def train(case: Case, ranks: int, follow: Sequence[Mapping[str, torch.Tensor]] = ()) -> list[ReferenceStep]:
     """Train the case as `ranks` ranks would, by the invariants.
 
-    With `follow`, the parameters that another run had after each step, every step but the first starts from those. Half-precision
-    training needs it: there a rounding in step 1 flips the sign of some AdamW updates, and by step 5 two right runs have parted.
+    With `follow`, the parameters that another run had after each step, every step but the first starts from those.
+    Half-precision training needs it: there a rounding in step 1 flips the sign of some AdamW updates, and by step 5 two
+    right runs have parted.
     """
     dtypes = precision(case)
     forward = getattr(torch, dtypes.forward)
@@ -59,7 +60,8 @@ def train(case: Case, ranks: int, follow: Sequence[Mapping[str, torch.Tensor]] =
         after = exact.step(clipped)
         other = inexact.step({name: _perturbed(gradient, dtypes.tolerance) for name, gradient in clipped.items()})
         tolerance = {
-            name: max(dtypes.tolerance, _relative(other[name] - after[name], after[name] - before[name])) for name in after
+            name: max(dtypes.tolerance, _relative(other[name] - after[name], after[name] - before[name]))
+            for name in after
         }
         steps.append(ReferenceStep(gradients, norm, before, after, tolerance, loss))
     return steps
@@ -106,7 +108,9 @@ def _reduced_gradients(
 ) -> tuple[dict[str, torch.Tensor], float]:
     """Invariant 1: (S / D) sum_r g_r, or sum_r g_r; and the mean loss."""
     accumulation = accumulation_steps(case.config)
-    scale = 1.0 if case.config.get("gradient_allreduce_op") == "sum" else case.sequence_parallel / ranks
+    summed = case.config.get("gradient_allreduce_op", "mean").lower() == "sum"
+    replicas = ranks if case.convention == "mean" else ranks // case.sequence_parallel
+    scale = 1.0 if summed else 1 / replicas
     trainable = {name: parameter for name, parameter in net.named_parameters() if parameter.requires_grad}
     total = {name: torch.zeros_like(parameter) for name, parameter in trainable.items()}
     losses = []

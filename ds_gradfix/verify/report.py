@@ -90,7 +90,9 @@ def _circumstances(report: Report) -> list[str]:
 def _shown_step(measured: Mapping[str, Result]) -> int:
     """The first step in which something is wrong, else the first."""
     count = min(len(result.steps) for result in measured.values())
-    return next((index for index in range(count) if any(_is_wrong(result.steps[index]) for result in measured.values())), 0)
+    return next(
+        (index for index in range(count) if any(_is_wrong(result.steps[index]) for result in measured.values())), 0
+    )
 
 
 def _is_wrong(step: Step) -> bool:
@@ -109,11 +111,15 @@ def _table(measured: Mapping[str, Result], index: int) -> Table:
     for row, comparison in enumerate(first.gradients):
         same = [step.gradients[row] for step in steps.values()]
         cells = [_cells(gradient.ratio, gradient.error, gradient.right) for gradient in same]
-        table.add_row(comparison.name, str(comparison.numel), *_flat(cells), end_section=row == len(first.gradients) - 1)
+        table.add_row(
+            comparison.name, str(comparison.numel), *_flat(cells), end_section=row == len(first.gradients) - 1
+        )
     norms = [_cells(step.norm.ratio, step.norm.error, measured[run].norm.right) for run, step in steps.items()]
     table.add_row("global norm", "", *_flat(norms))
     worst = [max(step.updates, key=lambda update: update.error / update.tolerance) for step in steps.values()]
-    table.add_row("update, at worst", "", *_flat([_cells(update.ratio, update.error, update.right) for update in worst]))
+    table.add_row(
+        "update, at worst", "", *_flat([_cells(update.ratio, update.error, update.right) for update in worst])
+    )
     return table
 
 
@@ -143,7 +149,9 @@ def _result_data(result: Result) -> dict[str, Any]:
         "right": result.right,
         "error": result.error,
         "versions": result.versions,
-        "verdicts": {name: {"right": verdict.right, "words": verdict.words} for name, verdict in result.verdicts.items()},
+        "verdicts": {
+            name: {"right": verdict.right, "words": verdict.words} for name, verdict in result.verdicts.items()
+        },
         "digest": result.digest,
         "steps": [
             {
