@@ -2,10 +2,11 @@
 
     python benchmarks/startup.py [--rounds N] [--json]
 
-Virtual environments that differ in the wheel alone: one has it, one has not, and a second one without it shows what the
-measurement makes of no difference at all. Each round starts the interpreter once in every situation, in an
-order that rotates, and the CPU time (user and system) of each is set against that of the same round without the wheel.
-The median of these differences is the cost, given with its 95% confidence interval and the quartiles of single rounds.
+The virtual environments differ in the wheel alone: one has it, one has not, and a second one without it shows what the
+measurement makes of no difference at all. Each round starts the interpreter once in every situation, in an order that
+rotates, and the CPU time (user and system) of each is set against that of the same round without the wheel. The median
+of these differences is the cost, given with its 95% confidence interval and the quartiles of single rounds. All of them
+grow with the load on the machine, as start-up itself does.
 """
 
 import argparse

@@ -402,6 +402,13 @@ def test_run_gives_a_module_what_python_gives_it(installed, program, prefix):
     assert (ours.returncode, ours.stdout, ours.stderr) == (0, plain.stdout, "")
 
 
+def test_run_adds_no_directory_where_python_was_told_to_add_none(installed, tmp_path):
+    script = tmp_path / "path.py"
+    script.write_text("import sys; print(sys.path)")
+    plain, ours = installed.run("-I", script), installed.run("-I", "-m", "ds_gradfix", "run", script)
+    assert (ours.returncode, ours.stdout) == (0, plain.stdout)
+
+
 @pytest.mark.parametrize("ending, code", [("sys.exit(7)", 7), ("sys.exit('no')", 1), ("sys.exit()", 0), ("1 / 0", 1)])
 def test_run_ends_as_the_program_ends(installed, tmp_path, ending, code):
     script = tmp_path / "ending.py"

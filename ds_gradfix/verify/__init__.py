@@ -4,7 +4,7 @@
     (result,) = measure([Case({"zero_optimization": {"stage": 3}}, sequence_parallel=2)], ranks=2, corrected=False)
     result.ratios, result.gradient.words, result.right
 
-Importing this package imports neither torch nor DeepSpeed; `measure` imports torch, and only its rank processes DeepSpeed.
+Importing this package imports neither torch nor DeepSpeed; `measure` imports torch, and its rank processes DeepSpeed.
 """
 
 from ds_gradfix.verify.cases import Case, Model

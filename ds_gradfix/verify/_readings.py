@@ -1,4 +1,4 @@
-"""What a DeepSpeed engine says about itself. Every function is a collective: all ranks call it, for the same parameters."""
+"""What a DeepSpeed engine says about itself. Gradients and parameters are read by collectives: all ranks call these."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def gradients(engine: Any) -> dict[str, torch.Tensor]:
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
             continue
-        # BF16_Optimizer keeps the reduced gradient here; before 0.19.8 DeepSpeed's getter returns the rank's own instead.
+        # BF16_Optimizer keeps the reduced gradient here; before 0.19.8 DeepSpeed's getter returns the rank's own.
         gradient = getattr(parameter, "_hp_grad", None)
         if gradient is None:
             gradient = safe_get_full_grad(parameter)

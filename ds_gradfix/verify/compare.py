@@ -68,8 +68,8 @@ class Step:
     updates: tuple[Comparison, ...]
     loss: Number
     """Mean over ranks and micro-batches."""
-    agree: bool
-    """Gradients, norm and parameters are the same, bit for bit, on every rank."""
+    ranks_differ: tuple[str, ...]
+    """Which of `gradient`, `norm` and `update` are not the same, bit for bit, on every rank."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Result:
 
     @property
     def ratios(self) -> dict[str, float | None]:
-        """Of the first step's gradients, by parameter; later steps start from different weights when the first is wrong."""
+        """Of the first step's gradients, by parameter; when these are wrong, later steps start from other weights."""
         return {comparison.name: comparison.ratio for comparison in self.steps[0].gradients} if self.steps else {}
 
 
@@ -130,9 +130,9 @@ def compared(case: Case, *, corrected: bool, outcomes: Sequence[dict[str, Any]])
         case=case,
         corrected=corrected,
         steps=steps,
-        gradient=_verdict([step.gradients for step in steps], [step.agree for step in steps]),
-        norm=_norm_verdict([step.norm for step in steps], dtypes.tolerance),
-        update=_verdict([step.updates for step in steps], [step.agree for step in steps]),
+        gradient=_verdict([step.gradients for step in steps], ["gradient" in step.ranks_differ for step in steps]),
+        norm=_norm_verdict(steps, dtypes.tolerance),
+        update=_verdict([step.updates for step in steps], ["update" in step.ranks_differ for step in steps]),
         digest=_digest(outcomes),
         versions={**outcomes[0]["versions"], "backend": outcomes[0]["backend"]},
     )
@@ -160,7 +160,11 @@ def _step(case: Case, seen: list[dict[str, Any]], expected: ReferenceStep, toler
         norm=Number(first["norm"], expected.norm),
         updates=updates,
         loss=Number(sum(losses) / len(losses), expected.loss),
-        agree=all(_bits(step) == _bits(first) for step in seen),
+        ranks_differ=tuple(
+            invariant
+            for invariant, key in (("gradient", "gradients"), ("norm", "norm"), ("update", "parameters"))
+            if any(_bits(step[key]) != _bits(first[key]) for step in seen)
+        ),
     )
 
 
@@ -192,41 +196,46 @@ def _rounding(case: Case, after: torch.Tensor, update: torch.Tensor) -> float:
     return 4 * 2.0**-24 * case.steps * float(after.norm()) / change if change else 0.0
 
 
-def _bits(step: dict[str, Any]) -> bytes:
-    """What all ranks must agree on, as bytes (of which NaN equals NaN)."""
-    tensors = [*step["gradients"].values(), *step["parameters"].values()]
-    return b"".join(tensor.numpy().tobytes() for tensor in tensors) + repr(step["norm"]).encode()
+def _bits(value: dict[str, torch.Tensor] | float | None) -> bytes:
+    """What a rank read, as bytes (of which NaN equals NaN)."""
+    if isinstance(value, dict):
+        return b"".join(tensor.numpy().tobytes() for tensor in value.values())
+    return repr(value).encode()
 
 
 def _digest(outcomes: Sequence[dict[str, Any]]) -> str:
     digest = hashlib.sha256()
     for outcome in outcomes:
         for step in outcome["steps"]:
-            digest.update(_bits(step))
-            digest.update(float(step["loss"]).hex().encode())
+            for key in ("gradients", "norm", "parameters", "loss"):
+                digest.update(_bits(step[key]))
     return digest.hexdigest()
 
 
-def _verdict(steps: list[tuple[Comparison, ...]], agree: list[bool]) -> Verdict:
+def _verdict(steps: list[tuple[Comparison, ...]], ranks_differ: list[bool]) -> Verdict:
     """Over all steps; the words are those of the first step that is wrong."""
     for index, comparisons in enumerate(steps):
         wrong = [comparison for comparison in comparisons if not comparison.right]
         if wrong:
-            words = _scale_words(wrong, len(comparisons))
-            return Verdict(False, words if index == 0 else f"{words}, from step {index + 1} on")
-        if not agree[index]:
-            return Verdict(False, "ranks differ" if index == 0 else f"ranks differ, from step {index + 1} on")
+            return _wrong(_scale_words(wrong, len(comparisons)), index)
+        if ranks_differ[index]:
+            return _wrong("ranks differ", index)
     return Verdict(True, "right")
 
 
-def _norm_verdict(norms: list[Number], tolerance: float) -> Verdict:
-    reported = [norm for norm in norms if norm.got is not None]
-    if not reported:
+def _norm_verdict(steps: Sequence[Step], tolerance: float) -> Verdict:
+    for index, step in enumerate(steps):
+        if step.norm.error is not None and step.norm.error > tolerance:
+            return _wrong(_factor(step.norm.ratio) or "wrong", index)
+        if "norm" in step.ranks_differ:
+            return _wrong("ranks differ", index)
+    if all(step.norm.got is None for step in steps):
         return Verdict(None, "not reported")
-    for norm in reported:
-        if norm.error is not None and norm.error > tolerance:
-            return Verdict(False, _factor(norm.ratio) or "wrong")
     return Verdict(True, "right")
+
+
+def _wrong(words: str, index: int) -> Verdict:
+    return Verdict(False, words if index == 0 else f"{words}, from step {index + 1} on")
 
 
 def _scale_words(wrong: list[Comparison], total: int) -> str:

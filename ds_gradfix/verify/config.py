@@ -1,4 +1,4 @@
-"""From a DeepSpeed configuration to what the oracle runs: `prepared` for one case, `case_from_config` for a user's file.
+"""From a DeepSpeed configuration to what the oracle runs: `prepared` for a case, `case_from_config` for a user's file.
 
 The oracle brings its own model, data, batch size and torch optimizer, so some keys of a job's configuration cannot be
 honoured. What decides a gradient, a norm or an update is kept as it is.
@@ -20,7 +20,7 @@ TOLERANCE = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 6e-2}
 """Relative error of a gradient that rounding alone may cause, by the coarsest dtype it passes through.
 
 A gradient of the reference model is the end of some ten roundings: 16 units of roundoff (2^-11 in fp16, 2^-8 in bf16)
-for the half types; fp32 has room to spare. The smallest wrong scale worth finding, W / (W - 1) with W = 8 ranks, is 1.14.
+for the half types; fp32 has room to spare. The smallest wrong scale worth finding is W / (W - 1), 1.14 for 8 ranks.
 """
 
 _OWN_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "sequence_parallel_size", "data_parallel_size")
@@ -86,7 +86,7 @@ def accumulation_steps(config: dict[str, Any]) -> int:
 
 
 def clipping(config: dict[str, Any]) -> float:
-    """The clip threshold; 0 is none. DeepSpeed's default moved from 0 to 1 in 0.19.3, so the oracle writes its own: 0."""
+    """The clip threshold; 0 is none, and the oracle's default: DeepSpeed's moved from 0 to 1 in 0.19.3."""
     return float(config.get("gradient_clipping") or 0.0)
 
 
@@ -220,4 +220,7 @@ def _optimizer(config: dict[str, Any], notes: list[str]) -> tuple[str, dict[str,
     if kind != "sgd":
         options.setdefault("weight_decay", 0.0)  # DeepSpeed's default; torch's AdamW has another
     notes.append(f"the optimizer is torch's own {_OPTIMIZER_NAMES[kind]}, as DeepSpeed's would have to be compiled")
-    return kind, options, float(params.get("lr", 1e-3))
+    rate = params.get("lr", 1e-3)
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)):
+        raise ConfigError(f'"optimizer.params.lr" is {rate!r}; it must be a number')
+    return kind, options, float(rate)

@@ -50,8 +50,8 @@ class Stack(torch.nn.Module):
 def batch(shape: Model, *, rank: int, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs [ROWS, widths[0]] and targets [ROWS, widths[-1]] of one micro-batch of one rank, float64 on the CPU.
 
-    The targets lean to one side, so that the ranks' gradients differ but do not cancel in their sum, which would blow up
-    rounding errors. The rank's own factor makes their sizes differ too.
+    The targets lean to one side, so that the ranks' gradients differ but do not cancel in their sum, which would blow
+    up rounding errors. The rank's own factor makes their sizes differ too.
     """
     generator = torch.Generator().manual_seed(1 + rank + 1009 * micro_batch + 100_003 * step)
     inputs = torch.randn(ROWS, shape.widths[0], generator=generator, dtype=torch.float64)

@@ -30,9 +30,9 @@ def measure(
 ) -> list[Result]:
     """Train every case in one launch of `ranks` local processes, one after the other; one result for each, in order.
 
-    The ranks run `python` in the environment `env` (this process's by default), without ds-gradfix or, when `corrected`,
-    after `ds_gradfix.enable(**case.enable)`. They use NCCL when there is a GPU for each rank, gloo on the CPU otherwise.
-    `progress` is called with the number of optimizer steps done so far.
+    The ranks run `python` in the environment `env` (this process's by default), without ds-gradfix or, when
+    `corrected`, after `ds_gradfix.enable(**case.enable)`. They use NCCL when there is a GPU for each rank, gloo on the
+    CPU otherwise. `progress` is called with the number of optimizer steps done so far.
 
     A case that DeepSpeed refuses alike on every rank gives a result with `error`. A rank that dies on its own, or
     `timeout` seconds without any rank getting on, raise RankFailure; a sequence-parallel size that does not divide

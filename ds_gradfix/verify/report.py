@@ -96,7 +96,7 @@ def _shown_step(measured: Mapping[str, Result]) -> int:
 
 
 def _is_wrong(step: Step) -> bool:
-    return not step.agree or not all(comparison.right for comparison in (*step.gradients, *step.updates))
+    return bool(step.ranks_differ) or not all(comparison.right for comparison in (*step.gradients, *step.updates))
 
 
 def _table(measured: Mapping[str, Result], index: int) -> Table:
@@ -159,7 +159,7 @@ def _result_data(result: Result) -> dict[str, Any]:
                 "norm": _number_data(step.norm),
                 "updates": [_comparison_data(comparison) for comparison in step.updates],
                 "loss": _number_data(step.loss),
-                "ranks_agree": step.agree,
+                "ranks_differ": list(step.ranks_differ),
             }
             for step in result.steps
         ],
