@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 import wrapt
 
-from ds_gradfix import slots
+from ds_gradfix import _boot, slots
 from ds_gradfix.engine import ATTRIBUTE, disengage, engage, prove, refused_option, report, settle
 from ds_gradfix.errors import PlanError, SettingsError, SlotError
 from ds_gradfix.installed import find_installed
@@ -144,6 +144,7 @@ def disable() -> None:
         _state.problems.clear()
         _state.engines.clear()
         _state.enabled = False
+        _boot.cancel()  # start-up activation must not turn on again what was turned off before DeepSpeed came
 
 
 def status() -> dict[str, Any]:

@@ -30,12 +30,15 @@ class Agreement:
         return len(self.said) == 1 and not self.missing
 
 
-def exchange(store: Any, topic: str, rank: int, world_size: int, text: str, timeout: timedelta = TIMEOUT) -> Agreement:
+def exchange(
+    store: Any, topic: str, rank: int, world_size: int, text: str, timeout: timedelta | None = None
+) -> Agreement:
     """Tell all ranks ``text`` under ``topic`` (the same on all ranks, used once) and hear theirs.
 
-    ``store`` is a torch.distributed store. Every rank gets the same answer; one that hears nothing
+    ``store`` is a torch.distributed store; ``timeout`` is TIMEOUT if not given. Every rank gets the same answer; one that hears nothing
     from the first rank in time reports that one missing.
     """
+    timeout = TIMEOUT if timeout is None else timeout
     store.set(f"{topic}/{rank}", text)
     if rank == 0:
         answer = _collect(store, topic, world_size, timeout)

@@ -46,7 +46,7 @@ class Engagement:
 def facts_of(engine: Any, convention: str = "sum") -> Facts:
     """Read a live engine. One without an optimizer reduces nothing: ZeRO stage 0, alone."""
     optimizer = engine.optimizer
-    if optimizer is None:
+    if not hasattr(optimizer, "param_groups"):  # none, or the parameter offload of ZeRO-3 inference
         return Facts(zero_stage=0, group_size=1)
     dist = sys.modules["deepspeed.comm"]
     config = engine._config

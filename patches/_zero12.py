@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ds_gradfix import reduction
@@ -71,7 +73,7 @@ PREDIVIDE = Rewrite(
 
 
 def measure(engine: Any) -> list[Measurement]:
-    """Known gradients through the optimizer's two reductions that take plain tensors."""
+    """Known gradients through each of the optimizer's reductions, in each dtype that it communicates in."""
     optimizer = engine.optimizer
     dist = sys.modules["deepspeed.comm"]
     group = optimizer.dp_process_group
@@ -79,22 +81,55 @@ def measure(engine: Any) -> list[Measurement]:
     device = sys.modules["deepspeed.accelerator"].get_accelerator().current_device_name()
     numel = 2 * size + 1
     right = scale_of(optimizer, size, optimizer.sequence_parallel_size) * reduction.probe_sum(numel)
-    buckets = getattr(optimizer, "ipg_buckets", None)
+    paths = {"bucket reduction": _bucket_reduced, "reduction with pre-division": _reduced}
+    if optimizer.reduce_scatter:
+        paths["default reduction"] = _averaged
     found = []
-    for dtype in list(buckets) if buckets else [optimizer.communication_data_type]:
-        argument = (dtype,) if buckets else ()
-        for path, reduce in (
-            ("ZeRO-1/2 bucket reduction", lambda probe: optimizer.allreduce_bucket([probe], *argument)),
-            ("ZeRO-1/2 reduction with pre-division", lambda probe: _reduced(optimizer, probe, *argument)),
-        ):
+    for dtype in list(getattr(optimizer, "ipg_buckets", [optimizer.communication_data_type])):
+        for path, reduce in paths.items():
             probe = reduction.probe_gradient(numel, size, rank).to(device=device, dtype=optimizer.dtype)
-            ratio, error = reduction.compare(reduce(probe).double().cpu(), right)
+            got = reduce(optimizer, probe, *([dtype] if hasattr(optimizer, "ipg_buckets") else []))
+            ratio, error = reduction.compare(got.double().cpu(), right)
             tolerance = reduction.probe_tolerance(dtype, optimizer.dtype)
-            found.append(Measurement(f"{path} in {str(dtype).removeprefix('torch.')}", ratio, error, tolerance))
+            found.append(Measurement(f"ZeRO-1/2 {path} in {str(dtype).removeprefix('torch.')}", ratio, error, tolerance))
     return found
 
 
-def _reduced(optimizer: Any, probe: Any, *argument: Any) -> Any:
+def _bucket_reduced(optimizer: Any, probe: Any, *dtype: Any) -> Any:
+    return optimizer.allreduce_bucket([probe], *dtype)
+
+
+def _reduced(optimizer: Any, probe: Any, *dtype: Any) -> Any:
     """From 0.19.8 on the reduced tensor is what is returned, before that it is always the argument."""
-    returned = optimizer.gradient_reduction_w_predivide(probe, *argument)
+    returned = optimizer.gradient_reduction_w_predivide(probe, *dtype)
     return probe if returned is None else returned
+
+
+def _averaged(optimizer: Any, probe: Any, *dtype: Any) -> Any:
+    """The default path. It reduces the slices of the bucket's parameters into what keeps their gradients, and known
+    numbers must not stay there: over an empty bucket it only divides, and the sum is taken here."""
+    with _empty_bucket(optimizer, *dtype):
+        optimizer.average_tensor(probe, *dtype)
+    sys.modules["deepspeed.accelerator"].get_accelerator().synchronize()  # with overlap_comm it has a stream of its own
+    sys.modules["deepspeed.comm"].all_reduce(probe, group=optimizer.dp_process_group)
+    return probe
+
+
+@contextmanager
+def _empty_bucket(optimizer: Any, *dtype: Any) -> Iterator[None]:
+    """Releases before 0.17.2 have one bucket, in attributes of the optimizer."""
+    if dtype:
+        buckets = optimizer.ipg_buckets
+        kept = buckets[dtype[0]]
+        buckets[dtype[0]] = type(kept)()
+        try:
+            yield
+        finally:
+            buckets[dtype[0]] = kept
+    else:
+        kept, experts = optimizer.params_in_ipg_bucket, optimizer.ipg_bucket_has_moe_params
+        optimizer.params_in_ipg_bucket, optimizer.ipg_bucket_has_moe_params = [], False
+        try:
+            yield
+        finally:
+            optimizer.params_in_ipg_bucket, optimizer.ipg_bucket_has_moe_params = kept, experts

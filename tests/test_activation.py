@@ -14,7 +14,7 @@ from textwrap import dedent
 
 import pytest
 
-# What every script starts with. The hooks are in place before ds-gradfix, so they see the objects that DeepSpeed defines.
+# What every script starts with. Its hooks are there before ds-gradfix's: they see the objects that DeepSpeed defines.
 PRELUDE = '''
 import importlib, json, os, sys
 import wrapt
@@ -406,7 +406,8 @@ def edited_deepspeed(folder: Path) -> Path:
     file = folder / "deepspeed" / "runtime" / "zero" / "stage3.py"
     text, line = file.read_text(encoding="utf-8"), "full_grads_for_rank = [p.grad for p in params_to_reduce]\n"
     assert text.count(line) == 1
-    file.write_text(text.replace(line, f"{line}        full_grads_for_rank = list(full_grads_for_rank)\n"), encoding="utf-8")
+    text = text.replace(line, f"{line}        full_grads_for_rank = list(full_grads_for_rank)\n")
+    file.write_text(text, encoding="utf-8")
     return folder
 
 
@@ -415,7 +416,7 @@ def test_order(name: str, runs: Runs) -> None:
     finished(runs[name].result())
 
 
-def test_a_deepspeed_that_nobody_knows_is_left_alone_and_a_configuration_that_insists_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_deepspeed_is_left_alone_and_a_configuration_that_insists_is_refused(tmp_path: Path) -> None:
     finished(run(UNRECOGNISED, str(edited_deepspeed(tmp_path))))
 
 

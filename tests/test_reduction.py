@@ -82,8 +82,8 @@ def test_a_split_is_the_whole_scale_wherever_it_is_applied(op: str, dtype: torch
 
 @pytest.mark.parametrize("group_size", [2, 3, 4, 5, 6, 8, 16, 32, 64, 100, 512])
 def test_half_precision_divides_about_a_square_root_first(group_size: int) -> None:
-    """A power of two within a factor of sqrt(2) of the root, exact to multiply with, and never nothing at all: the sum of
-    two gradients of 40000 overflows where their mean doesn't."""
+    """A power of two within a factor of sqrt(2) of the root, exact to multiply with, and never nothing at all: the sum
+    of two gradients of 40000 overflows where their mean doesn't."""
     pre, _ = split_scale(1 / group_size, group_size, torch.float16)
     assert math.log2(pre).is_integer()
     assert 1 / math.sqrt(2) - 1e-9 <= pre * math.sqrt(group_size) <= math.sqrt(2) + 1e-9
@@ -132,7 +132,7 @@ def test_a_scaled_copy_is_rounded_once(source: torch.dtype, target: torch.dtype)
     pointer = values.data_ptr()
     got = scaled_to(values.clone(), 1 / 3, target)
     assert got.dtype == target
-    bound = max(torch.finfo(source).eps if source == target or target != torch.float32 else 0.0, torch.finfo(target).eps)
+    bound = torch.finfo(target).eps if target == torch.float32 else max(torch.finfo(d).eps for d in (source, target))
     assert float(((got.double() - right) / right).abs().max()) <= bound
     if source == target:
         assert scaled_to(values, 1 / 3, target).data_ptr() == pointer
@@ -208,7 +208,10 @@ def test_one_tensor_without_padding_is_not_copied(world_size: int) -> None:
     assert flatten_for_scatter([torch.arange(7.0)], world_size).numel() > 7
 
 
-@pytest.mark.parametrize("numel, world_size, size", [(6, 3, 2), (7, 3, 3), (1, 3, 1), (0, 3, 0), (2, 2, 1), (10**12 + 1, 2, 500000000001)])
+@pytest.mark.parametrize(
+    ("numel", "world_size", "size"),
+    [(6, 3, 2), (7, 3, 3), (1, 3, 1), (0, 3, 0), (2, 2, 1), (10**12 + 1, 2, 500000000001)],
+)
 def test_partition_sizes(numel: int, world_size: int, size: int) -> None:
     assert chunk_size(numel, world_size) == size
 
@@ -390,11 +393,13 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 Found = list[dict[Any, Any]]
 
 
-def right_partitions(sizes: tuple[int, ...], world_size: int, dtype: torch.dtype, scale: float) -> list[list[torch.Tensor]]:
+def right_partitions(
+    sizes: tuple[int, ...], world_size: int, dtype: torch.dtype, scale: float
+) -> list[list[torch.Tensor]]:
     """By rank and tensor, in float64, from what the ranks put in."""
     totals = [
-        sum((tensors[i].double() for tensors in (gradients(sizes, r, dtype) for r in range(world_size))), torch.zeros(n))
-        for i, n in enumerate(sizes)
+        torch.stack([gradients(sizes, rank, dtype)[i].double() for rank in range(world_size)]).sum(0)
+        for i in range(len(sizes))
     ]
     partitions = []
     for rank in range(world_size):

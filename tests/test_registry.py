@@ -48,7 +48,7 @@ STAGE3 = Path("runtime", "zero", "stage3.py")
 
 # Pieces of the two functions, to edit them by.
 IN_SCATTER = "full_grads_for_rank = [p.grad for p in params_to_reduce]"
-IN_CONTIGUOUS = "buffer_to_reduce.div_(averaging_world_sz / float(self.sequence_parallel_size))"
+IN_CONTIGUOUS = "        grad_offset_in_buffer = 0\n"
 
 
 def original_package() -> Path:
@@ -151,7 +151,9 @@ def test_the_really_installed_one_is_planned_without_importing_torch_or_deepspee
         assert {"0.19.8", *BOTH} <= set(said.stdout.split())
 
 
-@pytest.mark.parametrize("version", ["0.19.8", "0.19.9", "0.99.0", "0.19.8+vendor.3", "0.19.9+edaa7221", "weird", None, "0.1"])
+@pytest.mark.parametrize(
+    "version", ["0.19.8", "0.19.9", "0.99.0", "0.19.8+vendor.3", "0.19.9+edaa7221", "weird", None, "0.1"]
+)
 def test_a_known_source_outranks_whatever_version_stands_beside_it(copy: Copy, version: str | None) -> None:
     assert acting(plan_of(copy.installed(version))) == BOTH
 
@@ -172,12 +174,13 @@ def test_a_version_alone_proves_nothing(copy: Copy, version: str | None) -> None
 
 def test_layout_comments_and_neighbours_do_not_matter(copy: Copy) -> None:
     copy.edit(IN_SCATTER, f"# a vendor's comment\n\n        {IN_SCATTER}")
-    copy.edit("    def set_grad_positions(self):", "    def vendor(self):\n        pass\n\n    def set_grad_positions(self):")
+    neighbour = "    def set_grad_positions(self):"
+    copy.edit(neighbour, f"    def vendor(self):\n        pass\n\n{neighbour}")
     assert acting(plan_of(copy.installed())) == BOTH
 
 
 def test_only_the_patches_that_need_an_unrecognised_target_stay_out(copy: Copy) -> None:
-    copy.edit(IN_CONTIGUOUS, IN_CONTIGUOUS.replace("float", "int"))
+    copy.edit(IN_CONTIGUOUS, f"{IN_CONTIGUOUS}        pass\n")
     plan = plan_of(copy.installed())
     assert acting(plan) == {SCATTER_SCALE}
     assert verdicts(plan.entry(PREDIVIDE)) == {SCATTER: Verdict.DEFECTIVE, CONTIGUOUS: Verdict.UNRECOGNISED}
@@ -196,7 +199,8 @@ def test_a_source_that_is_known_to_be_fixed_is_left_alone(copy: Copy) -> None:
 
 def test_a_target_that_an_old_release_lacks_is_absent(copy: Copy) -> None:
     text = copy.file.read_text(encoding="utf-8")
-    copy.file.write_text(text.replace("__avg_scatter_grads", "__moved").replace("__avg_scatter_contiguous_grads", "__gone"))
+    text = text.replace("__avg_scatter_grads", "__moved").replace("__avg_scatter_contiguous_grads", "__gone")
+    copy.file.write_text(text)
     plan = plan_of(copy.installed("0.9.0"))
     assert acting(plan) == set()
     for entry in plan.entries:
@@ -371,7 +375,7 @@ def test_a_patch_that_is_asked_for_by_name_may_be_forced(strange: Copy) -> None:
 
 
 def test_asking_for_another_patch_does_not_raise(copy: Copy) -> None:
-    copy.edit(IN_CONTIGUOUS, IN_CONTIGUOUS.replace("float", "int"))
+    copy.edit(IN_CONTIGUOUS, f"{IN_CONTIGUOUS}        pass\n")
     assert acting(plan_of(copy.installed(), only=(SCATTER_SCALE,))) == {SCATTER_SCALE}
 
 
@@ -494,7 +498,8 @@ def test_every_card_is_complete() -> None:
 
 
 def test_the_catalogue_is_about_targets_that_exist_and_says_each_thing_once() -> None:
-    targets = {str(target): {p.id for p in discover() if target in p.targets} for p in discover() for target in p.targets}
+    patches = discover()
+    targets = {str(target): {p.id for p in patches if target in p.targets} for q in patches for target in q.targets}
     seen = set()
     for entry in catalogue():
         assert set(entry["verdicts"]) <= targets[entry["target"]]
@@ -532,10 +537,14 @@ def test_what_a_package_says_of_itself_outranks_other_metadata(tmp_path: Path) -
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('must not be imported')")
     (package / "git_version_info_installed.py").write_text("version='9.8.7+abc'\ngit_hash='x'\n")
-    script = "from ds_gradfix.installed import find_installed as f; i = f(); print(i.deepspeed, i.release, i.deepspeed_path)"
+    script = """
+        from ds_gradfix.installed import find_installed
+        installed = find_installed()
+        print(installed.deepspeed, installed.release, installed.deepspeed_path)
+    """
     environment = {name: value for name, value in os.environ.items() if "DS_GRADFIX" not in name}
     said = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", dedent(script)],
         env={**environment, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,

@@ -10,7 +10,6 @@ import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator
-from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -302,7 +301,9 @@ def test_names_in_other_modules_are_corrected_and_undone(module: types.ModuleTyp
     assert other.function is other.renamed is module.function is original
 
 
-def test_a_method_taken_out_of_its_class_is_corrected_and_undone(module: types.ModuleType, other: types.ModuleType) -> None:
+def test_a_method_taken_out_of_its_class_is_corrected_and_undone(
+    module: types.ModuleType, other: types.ModuleType
+) -> None:
     original = other.taken = module.A.method
     slot = install(module, "A.method", instead("corrected"), late=True)
     assert other.taken() == "corrected"
@@ -326,7 +327,9 @@ def test_a_second_name_in_the_defining_module_is_corrected_or_named(late: bool) 
         assert module.old_name() == "corrected" or any("old_name" in said for said in slot.held_elsewhere)
 
 
-def test_a_name_that_somebody_has_changed_since_is_left_to_them(module: types.ModuleType, other: types.ModuleType) -> None:
+def test_a_name_that_somebody_has_changed_since_is_left_to_them(
+    module: types.ModuleType, other: types.ModuleType
+) -> None:
     other.alias = module.function
     slot = install(module, "function", instead(1), late=True)
     other.alias = print
@@ -377,7 +380,9 @@ def test_a_dictionary_is_named_with_the_key(module: types.ModuleType) -> None:
 
 
 @pytest.mark.parametrize("dictionary_was_asked_for", [False, True])
-def test_an_object_that_keeps_it_as_an_attribute_is_named(module: types.ModuleType, dictionary_was_asked_for: bool) -> None:
+def test_an_object_that_keeps_it_as_an_attribute_is_named(
+    module: types.ModuleType, dictionary_was_asked_for: bool
+) -> None:
     """From Python 3.11 an object may keep its attributes without a dictionary."""
     holder = Plain()
     if dictionary_was_asked_for:

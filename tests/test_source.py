@@ -64,7 +64,9 @@ def run_file(path: Path) -> types.ModuleType:
     return module
 
 
-def remade(path: Path, qualname: str, rules: tuple[Rule, ...] = (), helper: object = None) -> tuple[Any, types.ModuleType]:
+def remade(
+    path: Path, qualname: str, rules: tuple[Rule, ...] = (), helper: object = None
+) -> tuple[Any, types.ModuleType]:
     module = run_file(path)
     return recompile(rewrite(find(path, qualname), rules), module, helper, qualname), module
 
@@ -325,7 +327,10 @@ PINNED: dict[str, tuple[str, str]] = {
         'def f(x, w):\n    return f"{x!r:>8} {x=} {{}} {x:%Y-%m} {x + 1:}" "tail" f"", f"a" "b", f\'{w["k"]}\'\n',
         "a35fa212c1aae558",
     ),
-    "nested f-string formats": ('def f(x, w):\n    return f"{x:{w}}", f"{x:>{w}.{w}f}", f"{x:{w}.3f}"\n', "da78417674e5fe96"),
+    "nested f-string formats": (
+        'def f(x, w):\n    return f"{x:{w}}", f"{x:>{w}.{w}f}", f"{x:{w}.3f}"\n',
+        "da78417674e5fe96",
+    ),
     "walrus": ("def f(x):\n    while (y := x.get()) is not None and y > 1: yield y\n", "a1b9ba16c64aaa7c"),
     "match": (
         "def f(x):\n    match x:\n        case {'a': [1, *rest], **kw} if rest: return kw\n"
@@ -337,9 +342,13 @@ PINNED: dict[str, tuple[str, str]] = {
         '    """doc"""\n    return x[1:2, ::3, ...]\n',
         "ea0b1b7a86719065",
     ),
-    "async": ("async def f(x):\n    async with x as y, z: return [i async for i in y if await i]\n", "7d2c0b619bd85668"),
+    "async": (
+        "async def f(x):\n    async with x as y, z: return [i async for i in y if await i]\n",
+        "7d2c0b619bd85668",
+    ),
     "literals": (
-        "def f():\n    return 1, 1.0, 1e400, 1j, True, None, ..., b'x', u'x', -0.0, 10**20, 0xFF, 'a\\n\\x00', '\\ud800'\n",
+        "def f():\n    return 1, 1.0, 1e400, 1j, True, None, ..., b'x', u'x',"
+        " -0.0, 10**20, 0xFF, 'a\\n\\x00', '\\ud800'\n",
         "ef8ff24bd0e65217",
     ),
     "statements": (
@@ -349,7 +358,7 @@ PINNED: dict[str, tuple[str, str]] = {
         "c074c80e7168d59f",
     ),
 }
-# repr() prints a letter or escapes it, depending on whether that Python's Unicode tables have it (this one: from 3.12).
+# repr() prints a letter or escapes it, depending on whether that Python's Unicode tables have it (here: from 3.12).
 NEW_LETTER = "def f():\n    return '\U0001fae8'\n"
 
 
@@ -359,7 +368,9 @@ def test_fingerprints_do_not_move(name: str) -> None:
     assert mark(text) == pinned
 
 
-@pytest.mark.skipif("0.19.8" not in (STAGE3_FILE.parents[2] / "git_version_info_installed.py").read_text(), reason="pinned")
+@pytest.mark.skipif(
+    "0.19.8" not in (STAGE3_FILE.parents[2] / "git_version_info_installed.py").read_text(), reason="of 0.19.8"
+)
 @pytest.mark.parametrize(
     ("qualname", "pinned"),
     [("__avg_scatter_grads", "200ec89275a7f0b7"), ("__avg_scatter_contiguous_grads", "daa846420e987c99")],
@@ -459,7 +470,8 @@ def test_the_same_expression_stored_and_loaded_is_the_same() -> None:
 
 def test_a_failed_match_leaves_no_binding_behind() -> None:
     """``g(1, 2)`` binds $a before it fails; ``g(3, 3)`` must still match."""
-    assert rewritten("def f():\n    g(1, 2)\n    g(3, 3)", Rule("g($a, $a)", "h($a)")) == plain("def f():\n    g(1, 2)\n    h(3)")
+    rule = Rule("g($a, $a)", "h($a)")
+    assert rewritten("def f():\n    g(1, 2)\n    g(3, 3)", rule) == plain("def f():\n    g(1, 2)\n    h(3)")
 
 
 @pytest.mark.parametrize(
@@ -486,7 +498,7 @@ def test_a_number_in_a_pattern_is_that_number_and_no_other_type(in_source: str) 
 
 
 def test_matches_everywhere_and_in_order() -> None:
-    text = "def f():\n    if a:\n        for b in c:\n            g(1)\n    with d:\n        return [g(2) for e in g(3)]"
+    text = "def f():\n    if a:\n        for b in c: g(1)\n    with d:\n        return [g(2) for e in g(3)]"
     assert rewritten(text, Rule("g($x)", "h($x)", (3, 3))) == plain(text.replace("g(", "h("))
 
 
@@ -509,7 +521,8 @@ def test_a_rule_matches_exactly_as_often_as_it_says(there: int, times: tuple[int
 def test_a_statement_is_taken_out_or_replaced() -> None:
     text = "def f():\n    a = 1\n    if x:\n        a = 2\n    return a"
     assert rewritten(text, Rule("if x:\n    a = $v", "")) == plain("def f():\n    a = 1\n    return a")
-    assert rewritten(text, Rule("if x:\n    a = $v", "a = x and $v")) == plain("def f():\n    a = 1\n    a = x and 2\n    return a")
+    rule = Rule("if x:\n    a = $v", "a = x and $v")
+    assert rewritten(text, rule) == plain("def f():\n    a = 1\n    a = x and 2\n    return a")
 
 
 def test_an_expression_statement_gives_way_to_a_statement_but_an_operand_does_not() -> None:
@@ -661,7 +674,9 @@ def test_decorators_are_applied_again(write: Writer) -> None:
 
 
 def test_signatures_survive(write: Writer) -> None:
-    path = write("K = 3\nclass A:\n    def f(self, a: int, /, b=K, *c, d=(1, 2), e, **g) -> str: return a, b, c, d, e, g\n")
+    path = write(
+        "K = 3\nclass A:\n    def f(self, a: int, /, b=K, *c, d=(1, 2), e, **g) -> str: return a, b, c, d, e, g\n"
+    )
     function, module = remade(path, "A.f")
     assert inspect.signature(function) == inspect.signature(module.A.f)
     assert function(None, 1, e=2, h=3) == (1, 3, (), (1, 2), 2, {"h": 3})

@@ -50,7 +50,7 @@ def divided(stage: int, ranks: int, zero: dict[str, Any]) -> list[Case]:
 
 
 def stage_0(ranks: int) -> list[Case]:
-    return [*any_stage(0), *divided(0, ranks, {}), case(0, **BF16, **FP32_ACCUMULATION)]
+    return [*any_stage(0), *divided(0, ranks, {})]
 
 
 def stages_1_and_2(stage: int, ranks: int) -> list[Case]:
@@ -58,6 +58,8 @@ def stages_1_and_2(stage: int, ranks: int) -> list[Case]:
     found = [
         *any_stage(stage),
         *divided(stage, ranks, ALL_REDUCE),
+        # Together with reduce_scatter ZeRO-2 asserts that nothing pre-divides.
+        *divided(stage, ranks, {})[1:],
         case(stage, ALL_REDUCE),
         case(stage, single, model=ODD),
         case(stage, {**ALL_REDUCE, **single}),
@@ -101,8 +103,56 @@ def stage_3(ranks: int) -> list[Case]:
     ]
 
 
+def sharded(ranks: int) -> list[Case]:
+    """One sequence shared by all ranks: a sum knows no difference."""
+    found = [case(stage, zero) for stage in range(4) for zero in ({}, ALL_REDUCE)[: 1 + bool(stage)]]
+    found.append(case(3, {**ALL_REDUCE, "reduce_bucket_size": 40}, gradient_predivide_factor=float(ranks)))
+    return [replace(one, sequence_parallel=ranks, name=f"{one.name}S {ranks}") for one in found]
+
+
 def matrix(ranks: int) -> list[Case]:
-    return [*stage_0(ranks), *stages_1_and_2(1, ranks), *stages_1_and_2(2, ranks), *stage_3(ranks)]
+    return [*stage_0(ranks), *stages_1_and_2(1, ranks), *stages_1_and_2(2, ranks), *stage_3(ranks), *sharded(ranks)]
+
+
+def core(ranks: int) -> list[Case]:
+    """The part of the matrix that other releases are held to: each path of each stage."""
+    single = {"use_multi_rank_bucket_allreduce": False}
+    both = [
+        one
+        for stage in (1, 2)
+        for one in (
+            case(stage, model=ODD),
+            case(stage, gradient_clipping=0.01),
+            *divided(stage, ranks, ALL_REDUCE),
+            case(stage, prescale_gradients=True),
+            case(stage, single, model=ODD),
+            case(stage, {"reduce_bucket_size": 40}),
+            case(stage, {"overlap_comm": True}),
+            case(stage, CPU_OPTIMIZER, gradient_accumulation_steps=2),
+            case(stage, fp16={"enabled": True}),
+        )
+    ]
+    mixed = {**ALL_REDUCE, "reduce_bucket_size": 40}
+    return [
+        case(0, gradient_accumulation_steps=3),
+        case(0, communication_data_type="bf16"),
+        case(0, **BF16),
+        *divided(0, ranks, {}),
+        *both,
+        case(1, gradient_accumulation_steps=3),
+        case(1, **BF16, **FP32_ACCUMULATION),
+        case(3, model=ODD),
+        case(3, gradient_clipping=0.01),
+        case(3, prescale_gradients=True),
+        *divided(3, ranks, mixed),
+        case(3, {**ALL_REDUCE, **APART}, gradient_predivide_factor=5.0),
+        case(3, ALL_REDUCE, fp16={"enabled": True}),
+        case(3, communication_data_type="fp16"),
+        case(3, {"overlap_comm": True}, gradient_accumulation_steps=3),
+        case(3, {"zero_hpz_partition_size": ranks}),
+        case(3, {**CPU_OPTIMIZER, "offload_param": {"device": "cpu"}, **ALL_REDUCE}),
+        *sharded(ranks),
+    ]
 
 
 def mean(summed: Case) -> Case:

@@ -1,7 +1,8 @@
 """One rank of the oracle: `python -m ds_gradfix.verify._rank DIRECTORY`, started by `launch`.
 
 Reads DIRECTORY/job.json; writes, for each case, DIRECTORY/<case>.<rank>.pt, and, on rank 0, one byte to
-DIRECTORY/steps for each optimizer step. torch and DeepSpeed are imported after ds-gradfix is enabled, as in a training script.
+DIRECTORY/steps for each optimizer step. torch and DeepSpeed are imported after ds-gradfix is enabled, as in a training
+script.
 """
 
 from __future__ import annotations

@@ -7,10 +7,13 @@ honoured. What decides a gradient, a norm or an update is kept as it is.
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass
 from typing import Any
 
 from ds_gradfix.errors import GradfixError
+from ds_gradfix.preprocess import section_of
+from ds_gradfix.settings import resolve
 from ds_gradfix.verify.cases import ROWS, Case
 
 FP16_LOSS_SCALE = 128
@@ -154,8 +157,17 @@ def case_from_config(
     optimizer, options, rate = _optimizer(config, notes)
     if "scheduler" in config:
         notes.append("the learning rate is constant: the scheduler is left out")
-    case = Case(config=config, name=name, steps=steps, sequence_parallel=sequence_parallel, optimizer=optimizer,
-                optimizer_options=options, learning_rates=(rate,))  # fmt: skip
+    settings = resolve({}, os.environ, section_of(config))
+    case = Case(
+        config=config,
+        name=name,
+        steps=steps,
+        sequence_parallel=sequence_parallel,
+        convention=settings.sequence_parallel_reduction or "sum",
+        optimizer=optimizer,
+        optimizer_options=options,
+        learning_rates=(rate,),
+    )
     try:
         precision(case)
     except KeyError as unknown:
