@@ -85,16 +85,22 @@ def convention_of(settings: Settings) -> tuple[str, str]:
     if settings.sequence_parallel_reduction is not None:
         return settings.sequence_parallel_reduction, "set by sequence_parallel_reduction"
     parallelism = _accelerate_parallelism()
-    if parallelism is not None and getattr(parallelism, "sp_size", 1) > 1:
-        return "mean", "Accelerate's parallelism config: its sequence-parallel loss is combined over the shards"
+    if getattr(parallelism, "sp_backend", None) == "deepspeed" and parallelism.sp_size > 1:
+        return "mean", (
+            f"Accelerate's parallelism config has sp_size={parallelism.sp_size}: the loss of Transformers' Trainer and of"
+            " Accelerate's recipe is combined over the shards"
+        )
     return "sum", "DeepSpeed's own convention, by default"
 
 
 def _accelerate_parallelism() -> Any:
-    """The parallelism config of a live Accelerator, which Transformers' Trainer makes as well."""
+    """The parallelism config of this process's Accelerator, which is Transformers' Trainer's too; else None.
+
+    Accelerate (from 1.12 on, the first with sequence parallelism) keeps it in a state that all its Accelerators share,
+    filled before it calls ``deepspeed.initialize``. It is looked at where it lies: ``AcceleratorState()`` would make one.
+    """
     state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
-    shared = getattr(state, "_shared_state", None) or {}
-    return shared.get("parallelism_config") or getattr(shared.get("deepspeed_plugin"), "parallelism_config", None)
+    return (getattr(state, "_shared_state", None) or {}).get("parallelism_config")
 
 
 def engage(engine: Any, plan: Plan, settings: Settings) -> Engagement:

@@ -89,14 +89,18 @@ def measure(engine: Any) -> list[Measurement]:
         for path, reduce in paths.items():
             probe = reduction.probe_gradient(numel, size, rank).to(device=device, dtype=optimizer.dtype)
             got = reduce(optimizer, probe, *([dtype] if hasattr(optimizer, "ipg_buckets") else []))
-            ratio, error = reduction.compare(got.double().cpu(), right)
-            tolerance = reduction.probe_tolerance(dtype, optimizer.dtype)
-            found.append(Measurement(f"ZeRO-1/2 {path} in {str(dtype).removeprefix('torch.')}", ratio, error, tolerance))
+            measured = *reduction.compare(got.double().cpu(), right), reduction.probe_tolerance(dtype, optimizer.dtype)
+            found.append(Measurement(f"ZeRO-1/2 {path} in {str(dtype).removeprefix('torch.')}", *measured))
     return found
 
 
 def _bucket_reduced(optimizer: Any, probe: Any, *dtype: Any) -> Any:
-    return optimizer.allreduce_bucket([probe], *dtype)
+    """Without contiguous gradients by way of the sorting in front of it, which before 0.19.8 drops every tensor of a CPU:
+    a sum that is asked for there must stop the job."""
+    if optimizer.contiguous_gradients:
+        return optimizer.allreduce_bucket([probe], *dtype)
+    optimizer.buffered_reduce_fallback(None, [probe], *dtype)
+    return probe
 
 
 def _reduced(optimizer: Any, probe: Any, *dtype: Any) -> Any:
@@ -110,7 +114,8 @@ def _averaged(optimizer: Any, probe: Any, *dtype: Any) -> Any:
     numbers must not stay there: over an empty bucket it only divides, and the sum is taken here."""
     with _empty_bucket(optimizer, *dtype):
         optimizer.average_tensor(probe, *dtype)
-    sys.modules["deepspeed.accelerator"].get_accelerator().synchronize()  # with overlap_comm it has a stream of its own
+    # With overlap_comm it has a stream of its own.
+    sys.modules["deepspeed.accelerator"].get_accelerator().synchronize()
     sys.modules["deepspeed.comm"].all_reduce(probe, group=optimizer.dp_process_group)
     return probe
 

@@ -176,9 +176,9 @@ def _one_parameter_per_group(optimizer: Any) -> Iterator[Any]:
 
 
 def _comm_dtypes(optimizer: Any) -> list[Any]:
-    """Releases before 0.17.2 know one communication dtype only."""
-    buckets = getattr(optimizer, "ipg_buckets", None)
-    return list(buckets) if buckets else [optimizer.communication_data_type]
+    """Releases before 0.17.2 know one communication dtype only. A destroyed engine, which may still be alive when
+    ds-gradfix comes on, has no bucket left, and nothing to measure."""
+    return list(getattr(optimizer, "ipg_buckets", [optimizer.communication_data_type]))
 
 
 def _dtype_argument(optimizer: Any, dtype: Any) -> tuple[Any, ...]:

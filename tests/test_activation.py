@@ -69,7 +69,8 @@ def corrected(without=()):
     assert status["enabled"] is True
     assert status["problems"] == {}, status["problems"]
     acting = {p["patch"] for p in status["plan"] if p["action"] == "correct"}
-    assert acting == {p["patch"] for p in status["plan"]} - set(without), acting
+    assert acting == {p["patch"] for p in status["plan"] if p["verdict"] == "defective"} - set(without), acting
+    assert acting >= set(OUR_PATCHES) - set(without)
     places = {tuple(slot["target"].split(":")) for slot in status["slots"]}
     named = {tuple(t["target"].split(":")) for p in status["plan"] if p["patch"] in acting for t in p["targets"]}
     assert {ENGINE, CONFIG} <= places <= {ENGINE, CONFIG, *named}

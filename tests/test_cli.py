@@ -215,6 +215,63 @@ def test_a_job_that_cannot_be_made_out(examine, config, content, arguments, name
     assert "This check failed" not in checks["job"]["summary"]
 
 
+# --- doctor: the convention over sequence shards
+
+
+@pytest.mark.parametrize(
+    ("zero", "convention", "change"),
+    [
+        ({"stage": 0}, "sum", "as in stock"),
+        ({"stage": 2}, "sum", "as in stock"),
+        ({"stage": 3}, "sum", "x2 of stock"),
+        ({"stage": 0}, "mean", "x1/2 of stock"),
+        ({"stage": 2}, "mean", "x1/2 of stock"),
+        ({"stage": 3}, "mean", "as in stock"),
+        ({"stage": 3, "reduce_scatter": False, "contiguous_gradients": False}, "mean", "as in stock"),
+    ],
+)
+def test_what_a_convention_does_to_a_job(examine, config, environment, zero, convention, change):
+    environment.setenv("DS_GRADFIX", "1")
+    content = {"zero_optimization": zero, "ds_gradfix": {"sequence_parallel_reduction": convention}}
+    status, checks = examine("--config", config(content), "--sequence-parallel", "2")
+    assert status == 0
+    job = checks["job"]
+    assert job["data"]["facts"]["convention"] == convention
+    assert job["data"]["affected"] is (change != "as in stock")
+    stands, other = [line for line in job["details"] if "reduc" in line and "corrected by" not in line]
+    assert f"reduces by {convention!r} (set by sequence_parallel_reduction), {change}: right where" in stands
+    megatron = "Megatron-DeepSpeed"
+    assert (megatron in stands, megatron in other) == (convention == "sum", convention == "mean")
+
+
+def test_without_a_setting_the_default_is_named_and_what_would_change_it(examine, config):
+    _, checks = examine("--config", config(AFFECTED))
+    said = " ".join(checks["job"]["details"])
+    assert "reduces by 'sum' (DeepSpeed's own convention, by default), x2 of stock" in said
+    assert "sequence_parallel_reduction='mean' is right where the loss is the mean of the rank's own shard" in said
+    assert "Transformers' Trainer included, decides on 'mean'" in said
+
+
+def test_a_variable_outranks_the_section_s_convention(examine, config, environment):
+    environment.setenv("DS_GRADFIX_SEQUENCE_PARALLEL_REDUCTION", "mean")
+    _, checks = examine("--config", config({**AFFECTED, "ds_gradfix": {"sequence_parallel_reduction": "sum"}}))
+    assert checks["job"]["data"]["facts"]["convention"] == "mean"
+
+
+@pytest.mark.parametrize("content", [{"zero_optimization": {"stage": 3}}, {**AFFECTED, "gradient_allreduce_op": "sum"}])
+def test_where_a_convention_has_no_meaning_none_is_named(examine, config, content):
+    _, checks = examine("--config", config(content))
+    assert "sequence shards" not in " ".join(checks["job"]["details"])
+
+
+def test_a_convention_beside_a_sum_is_refused(examine, config):
+    content = {**AFFECTED, "gradient_allreduce_op": "sum", "ds_gradfix": {"sequence_parallel_reduction": "sum"}}
+    status, checks = examine("--config", config(content))
+    assert status == 1
+    assert checks["job"]["status"] == "act"
+    assert "sequence_parallel_reduction: 'sum' has no meaning with" in checks["job"]["summary"]
+
+
 # --- doctor: settings
 
 

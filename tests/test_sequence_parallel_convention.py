@@ -8,19 +8,21 @@ parameter is right on every ZeRO stage and path.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from launching import launch
+from other_releases import folder_of
 
-from ds_gradfix.verify import Case, measure
+from ds_gradfix.engine import LOSSES as WORDS
+from ds_gradfix.engine import Engagement, convention_of, summary
+from ds_gradfix.facts import facts_from_config
+from ds_gradfix.settings import Settings
 
-SCRIPT = Path(__file__).parent / "ranks" / "sequence_parallel_losses.py"
 SHARDS = 2
 LOSSES = ("gathered tokens", "own shard", "gathered shards")
 SUMMED, AVERAGED = (1.0, 2.0, 2.0), (0.5, 1.0, 1.0)
@@ -39,45 +41,47 @@ PATHS: tuple[dict[str, Any], ...] = (
 )
 
 
-def launched(cases: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
-    """Rank 0's outcome of every case, from one launch."""
-    with TemporaryDirectory() as name:
-        directory = Path(name)
-        (directory / "cases.json").write_text(json.dumps(cases))
-        base = {key: value for key, value in os.environ.items() if "DS_GRADFIX" not in key}
-        base |= {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
-                 "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}  # fmt: skip
-        logs = [(directory / f"{rank}.log").open("w+") for rank in range(ranks)]
-        processes = [
-            subprocess.Popen(
-                [sys.executable, SCRIPT, name],
-                env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-            for rank, log in enumerate(logs)
-        ]
-        try:
-            failed = [process.wait(timeout=240) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        for log in logs:
-            log.seek(0)
-        assert not any(failed), "\n".join(log.read()[-3000:] for log in logs)
-        return [json.loads((directory / f"{index}.0.json").read_text()) for index in range(len(cases))]
+Outcomes = dict[tuple[str, int], dict[str, Any]]
+"""By convention (or "stock") and place in PATHS."""
+
+
+SUMMED_UP = {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 2}}
+MEAN = {"sequence_parallel_reduction": "mean"}
+BESIDE_A_SUM: tuple[dict[str, Any], ...] = (
+    {"on": True, "config": SUMMED_UP},
+    {"on": True, "config": SUMMED_UP, "arguments": MEAN},
+    {"on": True, "config": SUMMED_UP, "variables": {"DS_GRADFIX_SEQUENCE_PARALLEL_REDUCTION": "mean"}},
+    {"on": True, "config": {**SUMMED_UP, "ds_gradfix": MEAN}},
+)
+"""A sum alone, and beside a convention from each place that can set one."""
 
 
 @cache
-def outcomes(ranks: int) -> dict[tuple[str, int], dict[str, Any]]:
-    """By convention (or "stock") and path."""
-    keys = [(convention, path) for convention in ("stock", "sum", "mean") for path in range(len(PATHS))]
+def trained(
+    ranks: int, release: str | None = None, conventions: tuple[str, ...] = ("stock", "sum", "mean")
+) -> tuple[Outcomes, list[dict[str, Any]]]:
+    """Every convention on every path, and BESIDE_A_SUM, from one launch."""
+    # ZeRO-1 and ZeRO-2 share their reductions: with more ranks, to save time, one of them takes every path.
+    paths = [path for path in PATHS if ranks == 2 or path["stage"] != 1 or len(path) == 1]
+    keys = [(convention, PATHS.index(path)) for convention in conventions for path in paths]
     cases = []
     for convention, path in keys:
         section = {} if convention == "stock" else {"ds_gradfix": {"sequence_parallel_reduction": convention}}
-        config = {"zero_optimization": PATHS[path], **section}
-        cases.append({"shards": SHARDS, "on": convention != "stock", "config": config})
-    return dict(zip(keys, launched(cases, ranks), strict=True))
+        cases.append({"on": convention != "stock", "config": {"zero_optimization": PATHS[path], **section}})
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # DeepSpeed asks that they be set
+    if release is not None:
+        env["PYTHONPATH"] = folder_of(release)
+    with NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump([*cases, *BESIDE_A_SUM], file)
+        file.flush()
+        ended = launch("sequence_parallel_losses.py", file.name, ranks=ranks, env=env)
+    assert {rank.status for rank in ended} == {0}, "\n".join(rank.output[-3000:] for rank in ended)
+    outcomes = json.loads(ended[0].output.splitlines()[-1])
+    return dict(zip(keys, outcomes, strict=False)), outcomes[len(keys) :]
+
+
+def outcomes(ranks: int) -> Outcomes:
+    return trained(ranks)[0]
 
 
 def ratios(outcome: dict[str, Any], parameter: str) -> tuple[float, ...]:
@@ -87,11 +91,8 @@ def ratios(outcome: dict[str, Any], parameter: str) -> tuple[float, ...]:
 
 
 def stock_averages(path: dict[str, Any], elements: int) -> bool:
-    if path["stage"] != 3:
-        return False
-    return path.get("reduce_scatter", True) or path == {"stage": 3, **APART} or elements > path.get(
-        "reduce_bucket_size", 1_000_000
-    )  # fmt: skip
+    scattered = path.get("reduce_scatter", True) or not path.get("contiguous_gradients", True)
+    return path["stage"] == 3 and (scattered or elements > path.get("reduce_bucket_size", elements))
 
 
 both_worlds = pytest.mark.parametrize("ranks", [2, 4], ids=["S=2", "S=2 x dp=2"])
@@ -99,36 +100,131 @@ both_worlds = pytest.mark.parametrize("ranks", [2, 4], ids=["S=2", "S=2 x dp=2"]
 
 @both_worlds
 def test_stock_gives_the_table(ranks: int) -> None:
-    for index, path in enumerate(PATHS):
-        outcome = outcomes(ranks)["stock", index]
-        for parameter, elements in outcome["sizes"].items():
-            expected = AVERAGED if stock_averages(path, elements) else SUMMED
-            assert ratios(outcome, parameter) == pytest.approx(expected, rel=1e-5), (path, parameter)
+    for (convention, index), outcome in outcomes(ranks).items():
+        if convention == "stock":
+            for parameter, elements in outcome["sizes"].items():
+                expected = AVERAGED if stock_averages(PATHS[index], elements) else SUMMED
+                assert ratios(outcome, parameter) == pytest.approx(expected, rel=1e-5), (PATHS[index], parameter)
 
 
 @both_worlds
-@pytest.mark.parametrize("convention, expected", [("sum", SUMMED), ("mean", AVERAGED)])
-def test_a_convention_is_the_same_on_every_stage_and_path(ranks: int, convention: str, expected: Any) -> None:
-    for index, path in enumerate(PATHS):
-        outcome = outcomes(ranks)[convention, index]
+def test_a_convention_is_the_same_on_every_stage_and_path(ranks: int) -> None:
+    for (convention, index), outcome in outcomes(ranks).items():
+        if convention == "stock":
+            continue
         for parameter in outcome["sizes"]:
-            assert ratios(outcome, parameter) == pytest.approx(expected, rel=1e-5), (path, parameter)
+            expected = SUMMED if convention == "sum" else AVERAGED
+            assert ratios(outcome, parameter) == pytest.approx(expected, rel=1e-5), (PATHS[index], parameter)
         report = outcome["report"]
-        assert report["convention"] == convention
-        assert report["because"] == "set by sequence_parallel_reduction"
+        assert (report["convention"], report["because"]) == (convention, "set by sequence_parallel_reduction")
         assert report["divisor"] == (ranks // SHARDS if convention == "sum" else ranks)
         assert report["left_out"] == {}
 
 
+RIGHT = {"gathered tokens": "sum", "own shard": "mean", "gathered shards": "mean"}
+"""For each loss, the convention that it wants."""
+
+
+def check_right(found: Outcomes) -> None:
+    for (convention, index), outcome in found.items():
+        for loss in (loss for loss, wanted in RIGHT.items() if wanted == convention):
+            for parameter, (ratio, _) in outcome["losses"][loss].items():
+                assert ratio == pytest.approx(1, rel=1e-5), (loss, PATHS[index], parameter)
+
+
 @both_worlds
 def test_the_right_convention_makes_every_loss_right_everywhere(ranks: int) -> None:
-    right = {"gathered tokens": "sum", "own shard": "mean", "gathered shards": "mean"}
-    for loss, convention in right.items():
-        for index, path in enumerate(PATHS):
-            found = outcomes(ranks)[convention, index]["losses"][loss]
-            assert [ratio for ratio, _ in found.values()] == pytest.approx([1.0] * len(found), rel=1e-5), (loss, path)
+    check_right(outcomes(ranks))
+
+
+@pytest.mark.parametrize("release", ["0.15.4", "0.18.9"])
+def test_so_it_does_on_an_older_release(release: str) -> None:
+    check_right(trained(2, release, ("sum", "mean"))[0])
 
 
 def test_a_mixed_bucket_is_really_mixed() -> None:
     sizes = outcomes(2)["stock", 0]["sizes"].values()
     assert min(sizes) < BUCKET < max(sizes)
+
+
+# --- what decides it
+
+
+@pytest.fixture
+def accelerate(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let this process have an Accelerator with a parallelism config of these attributes, or none."""
+
+    def pretend(**parallelism: Any) -> None:
+        module = ModuleType("accelerate.state")
+        shared = {"parallelism_config": SimpleNamespace(**parallelism) if parallelism else None}
+        module.AcceleratorState = SimpleNamespace(_shared_state=shared)  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "accelerate.state", module)
+
+    return pretend
+
+
+def test_by_default_it_is_deepspeeds_own() -> None:
+    assert convention_of(Settings()) == ("sum", "DeepSpeed's own convention, by default")
+
+
+def test_the_parallelism_config_of_an_accelerator_is_evidence(accelerate: Any) -> None:
+    accelerate(sp_backend="deepspeed", sp_size=4)
+    convention, because = convention_of(Settings())
+    assert convention == "mean"
+    assert "Accelerate's parallelism config has sp_size=4" in because
+
+
+@pytest.mark.parametrize(
+    "parallelism",
+    [
+        {},
+        {"sp_backend": "deepspeed", "sp_size": 1, "cp_size": 2},
+        {"cp_size": 2},  # Accelerate before 1.12
+        {"sp_backend": "another", "sp_size": 2},
+    ],
+)
+def test_no_other_parallelism_is(accelerate: Any, parallelism: dict[str, Any]) -> None:
+    accelerate(**parallelism)
+    assert convention_of(Settings())[0] == "sum"
+
+
+@pytest.mark.parametrize("convention", ["sum", "mean"])
+def test_a_setting_outranks_the_evidence(accelerate: Any, convention: str) -> None:
+    accelerate(sp_backend="deepspeed", sp_size=2)
+    settings = Settings(sequence_parallel_reduction=convention)
+    assert convention_of(settings) == (convention, "set by sequence_parallel_reduction")
+
+
+def test_beside_a_sum_every_place_that_sets_it_is_refused() -> None:
+    accepted, *refused = trained(2)[1]
+    assert accepted["report"]["op"] == "sum"
+    for outcome in refused:
+        assert outcome["refused"] == (
+            "sequence_parallel_reduction: 'mean' has no meaning with \"gradient_allreduce_op\": \"sum\", which adds up all"
+            " ranks: leave one of the two out"
+        )
+
+
+# --- what is said about it
+
+
+def line(config: dict[str, Any], convention: str, because: str = "because") -> str:
+    facts = facts_from_config(config, 2, SHARDS, convention)
+    engagement = Engagement(facts, Settings(), because, {}, {}, {})
+    plan: Any = SimpleNamespace(installed=SimpleNamespace(deepspeed="0.19.8"))
+    return summary(engagement, None, plan)
+
+
+@pytest.mark.parametrize("convention, other", [("sum", "mean"), ("mean", "sum")])
+@pytest.mark.parametrize("path", PATHS, ids=str)
+def test_the_log_says_which_what_it_changes_and_who_wants_the_other(
+    path: dict[str, Any], convention: str, other: str
+) -> None:
+    said = line({"zero_optimization": path}, convention)
+    change = {"sum": ("as in", "x2 of"), "mean": ("x1/2 of", "as in")}[convention][stock_averages(path, elements=1)]
+    assert f"gradients are reduced by {convention} (because), {change} stock: {WORDS[convention]}" in said
+    assert f"sequence_parallel_reduction={other!r} is {WORDS[other]}" in said
+
+
+def test_the_log_says_nothing_where_it_has_no_meaning() -> None:
+    assert "shards" not in line({"zero_optimization": {"stage": 2}, "gradient_allreduce_op": "sum"}, "sum")

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import replace
 from typing import Any
 
-from ds_gradfix.verify import Case, Model
+import pytest
+from other_releases import folder_of
+
+from ds_gradfix.verify import Case, Model, measure
+from ds_gradfix.verify.compare import Result
+from ds_gradfix.verify.config import precision
 
 SUM = {"gradient_allreduce_op": "sum"}
 ODD = Model(widths=(5, 7, 3, 1), bias=True, unused=(11,), frozen=("layers.1.bias",))
@@ -159,3 +166,88 @@ def mean(summed: Case) -> Case:
     """The same job without the key."""
     config = {key: value for key, value in summed.config.items() if key not in SUM}
     return replace(summed, config=config, name=f"{summed.name} mean")
+
+
+def key(one: Case) -> str:
+    return json.dumps(one.as_json() | {"name": ""}, sort_keys=True)
+
+
+@pytest.fixture(scope="module")
+def corrected() -> dict[str, Result]:
+    """Two ranks, this DeepSpeed: every sum, and the mean of each core case that DeepSpeed takes with a mean."""
+    cases = {key(one): one for one in (*matrix(2), *core(2), *map(mean, comparable()))}
+    return dict(zip(cases, measure(list(cases.values()), corrected=True), strict=True))
+
+
+def comparable() -> list[Case]:
+    """The core cases whose mean is no question of sequence shards and meets none of DeepSpeed's assertions."""
+    return [one for one in core(2) if one.sequence_parallel == 1 and not asserted(one)]
+
+
+def asserted(one: Case) -> bool:
+    """ZeRO-2 and ZeRO-3 take no pre-division together with reduce_scatter; a sum has none."""
+    zero = one.config["zero_optimization"]
+    divides = "gradient_predivide_factor" in one.config or "prescale_gradients" in one.config
+    return bool(zero["stage"] and zero.get("reduce_scatter", True) and divides)
+
+
+def is_right(result: Result) -> bool:
+    """By the oracle; but fp16 under ZeRO-0 loses its loss scale from 0.18.3 on (upstream #8393), sum or not."""
+    if key(result.case) == key(case(0, fp16={"enabled": True})):
+        return result.error is None
+    return result.right
+
+
+def raw(result: Result) -> list[float]:
+    """Every element of every parameter's gradient, before the last step."""
+    return [element for gradient in result.steps[-1].gradients for element in gradient.got]
+
+
+def test_every_sum_is_the_oracle_s(corrected: dict[str, Result]) -> None:
+    assert len(corrected) > 130
+    for result in corrected.values():
+        assert is_right(result), (result.case.name, result.verdicts, result.error)
+
+
+def test_a_sum_is_world_size_times_the_mean(corrected: dict[str, Result]) -> None:
+    for one in comparable():
+        total, gradient = raw(corrected[key(one)]), raw(corrected[key(mean(one))])
+        tolerance = precision(one).tolerance * max(map(abs, total))
+        assert total == pytest.approx([2 * element for element in gradient], rel=0, abs=tolerance), one.name
+
+
+def test_what_deepspeed_has_natively_is_its_own_bit_for_bit(corrected: dict[str, Result]) -> None:
+    """ZeRO 0-2 of 0.19.6 and later: with ds-gradfix on, the very same run. ZeRO-3 refuses, without it."""
+    native = [one for one in core(2) if one.config["zero_optimization"]["stage"] < 3]
+    refused = [case(3), case(3, ALL_REDUCE), case(3, {"zero_hpz_partition_size": 2})]
+    stock = measure([*native, *refused], corrected=False)
+    for result in stock[: len(native)]:
+        assert is_right(result), (result.case.name, result.verdicts, result.error)
+        assert result.digest == corrected[key(result.case)].digest, result.case.name
+    for result in stock[len(native) :]:
+        assert result.error is not None and "ValueError: gradient_allreduce_op='sum'" in result.error
+
+
+def test_three_ranks() -> None:
+    """ZeRO-2 shares its code with ZeRO-1."""
+    cases = [one for one in core(3) if one.config["zero_optimization"]["stage"] != 2]
+    for result in measure(cases, ranks=3, corrected=True):
+        assert is_right(result), (result.case.name, result.verdicts, result.error)
+
+
+@pytest.mark.parametrize("release", ["0.16.9", "0.19.5"])
+def test_a_release_that_ignores_the_key(release: str) -> None:
+    """Stock gives the mean, half of the sum, on every path; then every path gives the sum."""
+    env = {name: value for name, value in os.environ.items() if "DS_GRADFIX" not in name}
+    env["PYTHONPATH"] = folder_of(release)
+    cases = core(2)
+    ignored = [one for one in cases if one.sequence_parallel == 1 and not one.config.get("gradient_predivide_factor")]
+    for result in measure(ignored, corrected=False, env=env):
+        assert set(result.ratios.values()) - {None} == pytest.approx({0.5}, rel=0.05), (result.case.name, result.error)
+    *summed, one, two = measure([*cases, case(1, APART), case(2, APART)], corrected=True, env=env)
+    for result in summed:
+        assert result.versions["deepspeed"].startswith(release)
+        assert is_right(result), (result.case.name, result.verdicts, result.error)
+    # On a CPU DeepSpeed drops these gradients' reduction altogether before 0.19.8: whoever asks for a sum hears of it.
+    for result in (one, two):
+        assert result.error is not None and "SelfCheckError" in result.error and "bucket reduction" in result.error

@@ -1,4 +1,4 @@
-"""What can't be summed is refused by name, where DeepSpeed reads its configuration: no job that asks for a sum gets a mean."""
+"""What can't be summed is refused, by name, where DeepSpeed reads its configuration: who asks for a sum gets no mean."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     '"zero_optimization": {"zero_quantized_gradients": true}': stage(3, zero_quantized_gradients=True),
     '"zero_optimization": {"zeropp_loco_param": ...}': stage(3, zeropp_loco_param=LOCO),
     '"zero_optimization": {"mics_shard_size": ...}': stage(3, mics_shard_size=1),
-    '"offload_optimizer": {"super_offload": true}': stage(3, offload_optimizer={"device": "cpu", "super_offload": True}),
+    '"offload_optimizer": {"super_offload": true}': stage(
+        3, offload_optimizer={"device": "cpu", "super_offload": True}
+    ),
     '"optimizer": {"type": "OneBitAdam"}': {"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}},
     '"optimizer": {"type": "ZeroOneAdam"}': {"optimizer": {"type": "ZeroOneAdam", "params": {"lr": 0.1}}},
     '"optimizer": {"type": "OneBitLamb"}': {"optimizer": {"type": "OneBitLamb", "params": {"lr": 0.1}}},
@@ -118,7 +120,8 @@ def test_every_rank_refuses() -> None:
     cases.append(Case(stage(3), name="and the ranks can go on"))
     *refused, excluded, fine = measure(cases, corrected=True)
     for result in refused:
-        assert result.error is not None and f"SettingsError: {KEY} can't be combined with {result.case.name}" in result.error
+        assert result.error is not None
+        assert f"SettingsError: {KEY} can't be combined with {result.case.name}" in result.error
     assert excluded.error is not None and "zero3-sum-reduction" in excluded.error and "exclude" in excluded.error
     assert fine.right
 
@@ -141,8 +144,10 @@ def test_the_client_s_own_1_bit_optimizer_is_refused(place: str) -> None:
     assert refusal is not None and KEY in refusal and "OneBitAdam" in refusal
 
 
-@pytest.mark.parametrize(("zero", "contiguous", "moe", "refused"),
-                         [(1, False, True, True), (1, True, True, False), (1, False, False, False), (0, False, True, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("zero", "contiguous", "moe", "refused"),
+    [(1, False, True, True), (1, True, True, False), (1, False, False, False), (0, False, True, False)],
+)
 def test_experts_reduced_together_are_refused(zero: int, contiguous: bool, moe: bool, refused: bool) -> None:
     made = engine(has_moe_layers=moe)
     made._config.zero_optimization_stage = zero
@@ -162,7 +167,8 @@ def test_an_engine_older_than_ds_gradfix_is_held_to_the_same_refusals() -> None:
 
 def test_which_patch_a_configuration_asks() -> None:
     for number in range(4):
-        asked = [option(patch).asked({"gradient_allreduce_op": "sum", **stage(number)}) for patch in (ZERO_0_TO_2, ZERO_3)]
+        config = {"gradient_allreduce_op": "sum", **stage(number)}
+        asked = [option(patch).asked(config) for patch in (ZERO_0_TO_2, ZERO_3)]
         assert asked == [number < 3, number == 3]
         assert not any(option(patch).asked(stage(number)) for patch in (ZERO_0_TO_2, ZERO_3))
     with pytest.raises(SettingsError):

@@ -25,6 +25,7 @@ from rich.text import Text
 from ds_gradfix import __version__, _boot
 from ds_gradfix.cli._job import CannotLook, add_size_arguments, job_size, read_config_file
 from ds_gradfix.cli._screen import console, print_hanging, print_json
+from ds_gradfix.engine import LOSSES, _check_convention, change, convention_of
 from ds_gradfix.errors import GradfixError
 from ds_gradfix.facts import Facts, facts_from_config
 from ds_gradfix.installed import Installed, distribution_version, find_installed
@@ -365,15 +366,19 @@ def check_job(look: Look) -> Outcome:
     """Whether the job is affected, by what factor, and whether it will be corrected."""
     if look.installed.deepspeed_path is None:
         raise CannotLook("Without DeepSpeed there is no telling whether this job is affected")
-    facts = job_facts(look)
+    settings = _job_settings(look)
+    convention, because = convention_of(settings)
+    facts = job_facts(look, convention)
+    _check_convention(facts, settings)
     job = f"ZeRO-{facts.zero_stage}, {facts.group_size} ranks, sequence parallel {facts.sequence_parallel_size}"
     bites = [bite for entry in look.plan.entries if (bite := _bite(look, entry, facts))]
     details = [bite.words for bite in bites]
+    details += _convention_words(facts, because, settings)
     if look.ranks is None:
         details.append(f"Taken as a job of {facts.group_size} ranks; --ranks N says otherwise.")
     effects = [{"patch": bite.patch, "factor": bite.effect.factor, "effect": bite.effect.words,
                 "corrected": bite.to_do is None, "words": bite.words} for bite in bites]  # fmt: skip
-    data = {"facts": asdict(facts), "affected": bool(bites), "effects": effects}
+    data = {"facts": asdict(facts), "affected": bool(bites), "effects": effects, "convention_because": because}
     if not bites:
         return Outcome(OK, f"{job}: not affected by any known defect", details, data=data)
     to_do = list(dict.fromkeys(bite.to_do for bite in bites if bite.to_do))
@@ -382,7 +387,31 @@ def check_job(look: Look) -> Outcome:
     return Outcome(OK, f"{job}: affected, and corrected", details, data=data)
 
 
-def job_facts(look: Look) -> Facts:
+def _job_settings(look: Look) -> Settings:
+    """The job's settings; where its section is refused, which is another check's finding, those without it."""
+    try:
+        return resolve({}, os.environ, section_of(look.config))
+    except GradfixError:
+        return look.settings
+
+
+def _convention_words(facts: Facts, because: str, settings: Settings) -> list[str]:
+    """Which convention over sequence shards is in force, why, what it changes, and which losses want the other."""
+    if facts.sequence_parallel_size == 1 or facts.reduction_op == "sum":
+        return []
+    convention = facts.convention
+    other = "mean" if convention == "sum" else "sum"
+    words = [
+        f"Over sequence shards ds-gradfix reduces by {convention!r} ({because}), {change(facts)} stock:"
+        f" {LOSSES[convention]}.",
+        f"sequence_parallel_reduction={other!r} is {LOSSES[other]}.",
+    ]
+    if settings.sequence_parallel_reduction is None:
+        words.append("Accelerate's parallelism config with sp_size > 1, Transformers' Trainer included, decides on 'mean'.")
+    return words
+
+
+def job_facts(look: Look, convention: str = "sum") -> Facts:
     """The job's facts, from its configuration and what was said on the command line."""
     try:
         config = look.config
@@ -392,7 +421,7 @@ def job_facts(look: Look) -> Facts:
         raise CannotLook('"zero_optimization" must be an object, such as {"stage": 3}')
     ranks, shards = job_size(config, look.ranks, look.sequence_parallel)
     try:
-        return facts_from_config(config, ranks, shards)
+        return facts_from_config(config, ranks, shards, convention)
     except (AttributeError, TypeError, ValueError) as error:
         raise CannotLook(f"{look.config_path} is not a configuration that DeepSpeed takes: {error}") from error
 

@@ -1,15 +1,17 @@
 """One rank: summed gradients where the oracle's model does not reach. Started by tests/test_sum_beyond_the_oracle.py.
 
-    python beyond_the_oracle.py DIRECTORY CORRECTED [PART OF A SCENARIO'S NAME ...]
+    python beyond_the_oracle.py stock|corrected [PART OF A SCENARIO'S NAME ...]
 
-Two ranks run every scenario, three those whose name begins with "exact". Every scenario trains one step of SGD with rate 1, so that what a parameter loses is its reduced gradient, and holds it
-against the sum of the ranks' own gradients, computed in this process, in float64, by autograd alone. Writes
-DIRECTORY/<rank>.json: for each scenario its parameters' gradients, got and expected, or the traceback.
+Two ranks run every scenario, three those whose name begins with "exact". Each trains one step of SGD with rate 1, so
+that what a parameter loses is its reduced gradient, and holds it against the sum of the ranks' own gradients, computed
+in this process, in float64, by autograd alone. The last line of output is JSON: DeepSpeed's version, and for each
+scenario its parameters' gradients, got and expected, or the traceback.
 """
 
 from __future__ import annotations
 
 import copy
+import faulthandler
 import gc
 import json
 import os
@@ -17,12 +19,11 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 
-CORRECTED = sys.argv[2] == "1"
+CORRECTED = sys.argv[1] == "corrected"
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 if CORRECTED:
     import ds_gradfix
@@ -34,6 +35,8 @@ import deepspeed  # noqa: E402  (what a corrected job does: ds-gradfix first)
 from ds_gradfix.verify import _compat  # noqa: E402
 
 ROWS = 6
+SECONDS = 180
+"""For all scenarios; after that each rank says where it stands, and ends."""
 Gradients = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """By parameter: got and expected."""
 
@@ -93,7 +96,13 @@ def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def initialized(model: torch.nn.Module, settings: dict[str, Any], parameters: Any = None) -> Any:
     optimizer = torch.optim.SGD(parameters or model.parameters(), lr=1.0)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+    engines.append(engine)
+    return engine
+
+
+engines: list[Any] = []
+"""Of the running scenario. Enabled late, ds-gradfix looks at every engine that is alive."""
 
 
 def taken(engine: Any, loss: Callable[[Any, int], torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -256,10 +265,10 @@ def _alone(whole: torch.nn.Module) -> dict[str, torch.Tensor]:
 def late(stage: int, zero: dict[str, Any] | None = None, **more: Any) -> Gradients:
     """ds-gradfix comes on when the engine is there, and goes off again."""
     model = stack()
+    expected = summed(model, stack_loss)
     ds_gradfix.disable()
     engine = initialized(model, config(stage, zero, **more))
     ds_gradfix.enable()
-    expected = summed(model, stack_loss)
     found = {f"on {name}": pair for name, pair in paired(taken(engine, stack_loss), expected).items()}
     ds_gradfix.disable()
     whole = stack()
@@ -305,10 +314,13 @@ def no_optimizer() -> Gradients:
     """ZeRO-3 inference reduces nothing; asking for a sum must not stop it."""
     settings = config(3)
     engine = deepspeed.initialize(model=stack(), config=settings)[0]
+    engines.append(engine)
     outputs = engine(data(RANK)[0])
     return {"outputs": (outputs.detach().double(), outputs.detach().double())}
 
 
+ALL_REDUCE: dict[str, Any] = {"reduce_scatter": False}
+OWN_BUCKETS = {"use_multi_rank_bucket_allreduce": False}
 SCENARIOS: dict[str, Callable[[], Gradients]] = {
     "sparse": sparse,
     "sparse, pre-divided": lambda: sparse(gradient_predivide_factor=4.0),
@@ -320,7 +332,7 @@ SCENARIOS: dict[str, Callable[[], Gradients]] = {
         for ep_size in (1, 2)
     },
     "experts, ZeRO-0, ep_size 2, pre-divided": lambda: experts(0, 2, gradient_predivide_factor=4.0),
-    "experts, ZeRO-1, ep_size 2, single-rank buckets": lambda: experts(1, 2, {"use_multi_rank_bucket_allreduce": False}),
+    "experts, ZeRO-1, ep_size 2, each rank's own bucket": lambda: experts(1, 2, OWN_BUCKETS),
     **({"experts, ZeRO-1, apart": apart} if CORRECTED else {}),
     "own zero.Init": own_zero_init,
     "own zero.Init, all-reduce": lambda: own_zero_init({"reduce_scatter": False}, gradient_predivide_factor=2.0),
@@ -332,7 +344,6 @@ SCENARIOS: dict[str, Callable[[], Gradients]] = {
     "pipeline 1 x 2, bf16": lambda: pipeline(1, 1, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}),
     "no optimizer": no_optimizer,
 }
-ALL_REDUCE: dict[str, Any] = {"reduce_scatter": False}
 EXACT: dict[str, Callable[[], Gradients]] = {
     "exact, ZeRO-0": lambda: exact(0, gradient_predivide_factor=3.0),
     "exact, ZeRO-0, pre-scaled": lambda: exact(0, prescale_gradients=True),
@@ -367,6 +378,8 @@ def outcome(scenario: Callable[[], Gradients]) -> dict[str, Any]:
     except Exception:
         return {"error": traceback.format_exc()}
     finally:
+        while engines:
+            engines.pop().destroy()
         gc.collect()
 
 
@@ -376,21 +389,21 @@ def chosen() -> Iterable[tuple[str, Callable[[], Gradients]]]:
     found = {**SCENARIOS, **EXACT} if RANKS == 2 else dict(EXACT)
     if RANKS == 2 and CORRECTED and Version(deepspeed.__version__.split("+")[0]) < Version("0.19.6"):
         found.update(LATE)
-    only = sys.argv[3:]
+    only = sys.argv[2:]
     return [(name, scenario) for name, scenario in found.items() if not only or any(part in name for part in only)]
 
 
-def main(directory: Path) -> None:
+def main() -> None:
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
     _compat.prepare(deepspeed.__version__, on_cpu=True)
     torch.distributed.init_process_group(
-        "gloo", (directory / "store").as_uri(), timedelta(seconds=60), world_size=RANKS, rank=RANK
+        "gloo", os.environ["RENDEZVOUS"], timedelta(seconds=60), world_size=RANKS, rank=RANK
     )
     deepspeed.init_distributed()
     found = {name: outcome(scenario) for name, scenario in chosen()}
-    (directory / f"{RANK}.json").write_text(json.dumps({"deepspeed": deepspeed.__version__, "scenarios": found}))
-    sys.stdout.flush()
-    os._exit(0)
+    print(f"\n{json.dumps({'deepspeed': deepspeed.__version__, 'scenarios': found})}", flush=True)
+    os._exit(0)  # a normal exit would wait for ranks that died
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

@@ -1,8 +1,8 @@
 """One rank: three ways to write a loss over a sequence that is split over ranks, each on every case's DeepSpeed.
 
-    sequence_parallel_losses.py DIRECTORY
+    sequence_parallel_losses.py CASES.json
 
-Reads DIRECTORY/cases.json, trains with real Ulysses attention, and writes DIRECTORY/<case>.<rank>.json: for each loss and
+Two ranks share each sequence, by real Ulysses attention. Prints, as one line of JSON, a list: for each case, loss and
 parameter, the ratio of the gradient that the optimizer gets to the single-process gradient of the mean over all tokens of
 all sequences, and how far it is from being a multiple of it.
 """
@@ -27,8 +27,10 @@ from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
 import ds_gradfix
+from ds_gradfix.errors import SettingsError
 from ds_gradfix.verify import _compat, _mpu
 
+SHARDS = 2
 LENGTH, WIDTH, HEADS, CLASSES = 16, 8, 4, 12
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -100,8 +102,7 @@ def gathered(loss: Tensor, group: Any) -> Tensor:
 def train(case: dict[str, Any], right: dict[str, Tensor]) -> dict[str, Any]:
     """Every loss through one engine. Its learning rate is zero, so that all of them see the same weights."""
     _compat.forget_last_engine()
-    shards = case["shards"]
-    mpu = _mpu.for_size(shards, stage=case["config"]["zero_optimization"]["stage"])
+    mpu = _mpu.for_size(SHARDS, stage=case["config"]["zero_optimization"]["stage"])
     group = mpu.get_sequence_parallel_group()
     net = Net(group)
     engine, *_ = deepspeed.initialize(
@@ -111,8 +112,8 @@ def train(case: dict[str, Any], right: dict[str, Tensor]) -> dict[str, Any]:
                 "zero_force_ds_cpu_optimizer": False, **case["config"]},
         mpu=mpu,
     )  # fmt: skip
-    replica, place = divmod(RANK, shards)
-    own = [tensor[replica : replica + 1].chunk(shards, dim=1)[place] for tensor in sequences(RANKS // shards)]
+    replica, place = divmod(RANK, SHARDS)
+    own = [tensor[replica : replica + 1].chunk(SHARDS, dim=1)[place] for tensor in sequences(RANKS // SHARDS)]
     found: dict[str, Any] = {"report": ds_gradfix.report(engine) if case["on"] else None, "losses": {}}
     for name, loss in LOSSES.items():
         engine.backward(loss(engine(*own), group))
@@ -140,19 +141,26 @@ def single_process(replicas: int) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in net.named_parameters() if parameter.grad is not None}
 
 
-def main(directory: Path) -> None:
+def main(cases: Path) -> None:
     _compat.prepare(deepspeed.__version__, on_cpu=True)
     torch.distributed.init_process_group(
-        "gloo", init_method=(directory / "store").as_uri(), rank=RANK, world_size=RANKS, timeout=timedelta(seconds=60)
+        "gloo", init_method=os.environ["RENDEZVOUS"], rank=RANK, world_size=RANKS, timeout=timedelta(seconds=60)
     )
     deepspeed.init_distributed()
-    on = False
-    for index, case in enumerate(json.loads((directory / "cases.json").read_text())):
-        if case["on"] and not on:
-            ds_gradfix.enable()
-            on = True
-        found = train(case, single_process(RANKS // case["shards"]))
-        (directory / f"{index}.{RANK}.json").write_text(json.dumps(found))
+    gc.freeze()  # what has been imported is never garbage: every collection would search it again
+    right = single_process(RANKS // SHARDS)
+    outcomes = []
+    for case in json.loads(cases.read_text()):
+        if case["on"]:
+            ds_gradfix.enable(**case.get("arguments", {}))
+        os.environ.update(case.get("variables", {}))
+        try:
+            outcomes.append(train(case, right))
+        except SettingsError as error:
+            outcomes.append({"refused": str(error)})
+        for name in case.get("variables", {}):
+            del os.environ[name]
+    print(json.dumps(outcomes))
 
 
 if __name__ == "__main__":
