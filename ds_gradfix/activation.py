@@ -21,7 +21,7 @@ import wrapt
 
 from ds_gradfix import _boot, slots
 from ds_gradfix.engine import ATTRIBUTE, disengage, engage, prove, refused_option, report, settle
-from ds_gradfix.errors import PlanError, SettingsError, SlotError
+from ds_gradfix.errors import GradfixError, PlanError, SettingsError, SlotError
 from ds_gradfix.installed import find_installed
 from ds_gradfix.preprocess import read_config, section_of
 from ds_gradfix.registry import (
@@ -107,9 +107,10 @@ def enable_from_environment() -> None:
 def _enable(arguments: dict[str, Any]) -> None:
     with _lock:
         settings = resolve(arguments, os.environ)
-        if _state.enabled and settings == _state.settings:
+        if _state.enabled and (settings, arguments) == (_state.settings, _state.arguments):
             return
         plan = make_plan(find_installed(), discover(), settings)
+        _corrections(plan)  # refuses what can't be in force together, before anything changes
         if _state.enabled:
             disable()
         _state.enabled, _state.arguments, _state.settings, _state.plan = True, arguments, settings, plan
@@ -173,7 +174,7 @@ def status() -> dict[str, Any]:
                 {
                     "target": str(target),
                     "in_place": slot.in_place,
-                    "aliases": [f"{module.__name__}.{name}" for module, name in slot.aliases],
+                    "aliases": [f"{module.__name__}.{name}" for module, name, _ in slot.aliases],
                     "held_elsewhere": list(slot.held_elsewhere),
                 }
                 for target, slot in sorted(_state.slots.items())
@@ -203,19 +204,19 @@ def _makers() -> dict[Target, Maker]:
         CONFIG_INIT: lambda module: _wrap_config_init,
         ENGINE_INIT: lambda module: _wrap_engine_init,
     }
-    for target, (correction, finding, ids) in _corrections().items():
+    assert _state.plan is not None
+    for target, (correction, finding, ids) in _corrections(_state.plan).items():
         makers[target] = _maker(correction, finding, ids)
     return makers
 
 
-def _corrections() -> dict[Target, tuple[Replace | Rewrite, Finding, frozenset[str]]]:
+def _corrections(plan: Plan) -> dict[Target, tuple[Replace | Rewrite, Finding, frozenset[str]]]:
     """What the plan puts in, by target, with the patches that share each correction.
 
     Raises PlanError if two patches have different corrections for one target.
     """
-    assert _state.plan is not None
     wanted: dict[Target, tuple[Replace | Rewrite, Finding, frozenset[str]]] = {}
-    for entry in _state.plan.entries:
+    for entry in plan.entries:
         for correction, finding in entry.corrections():
             if isinstance(correction, Steer):
                 continue  # no code goes in: see ds_gradfix.engine
@@ -281,6 +282,9 @@ def _install(module: types.ModuleType, late: bool) -> None:
 
 def _wrap_config_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if not _state.enabled:  # whoever captured this function before disable() keeps calling it
+            original(self, config, *args, **kwargs)
+            return
         parsed = read_config(config)
         section = section_of(parsed)
         options = _options(parsed, section)
@@ -300,6 +304,7 @@ def _options(parsed: Mapping[str, Any], section: Mapping[str, Any]) -> list[Opti
     it can't have, before DeepSpeed reads it: the same on all ranks, since the configuration is."""
     assert _state.plan is not None
     settings = resolve(_state.arguments, os.environ, section)
+    _raise_problems(settings)
     wanted = []
     for entry in _state.plan.entries:
         option = entry.patch.option
@@ -320,7 +325,8 @@ def _options(parsed: Mapping[str, Any], section: Mapping[str, Any]) -> list[Opti
 def _wrap_engine_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        _on_engine(self)
+        if _state.enabled:
+            _on_engine(self)
 
     return init
 
@@ -330,9 +336,17 @@ def _on_engine(engine: Any) -> None:
     assert plan is not None
     settings = _engine_settings(engine)
     _raise_problems(settings)
-    engagement = engage(engine, plan, settings)
-    _state.engines.add(engine)
     _state.engines_seen += 1
+    try:
+        engagement = engage(engine, plan, settings)
+    except GradfixError:
+        raise
+    except Exception as error:
+        if settings.strict or settings.only is not None:
+            raise
+        log.warning("ds-gradfix: this engine can't be read, and nothing is corrected for it: %r", error)
+        return
+    _state.engines.add(engine)
     proof = None
     if settings.self_check != "off":
         proof = prove(engine, engagement, plan, [str(t) for t in _state.slots], _state.engines_seen)
@@ -356,6 +370,8 @@ def _engine_settings(engine: Any) -> Settings:
 def _raise_problems(settings: Settings) -> None:
     """What could not be put in place must stop a job that asked for it by name, or strictly."""
     assert _state.plan is not None
+    if ENGINE_INIT in _state.problems and (settings.strict or settings.only is not None):
+        raise SlotError(f"nothing can be in force: {ENGINE_INIT}: {_state.problems[ENGINE_INIT]}")
     for entry in _state.plan.entries:
         if settings.strict or entry.patch.id in (settings.only or ()):
             for target in entry.patch.targets:
@@ -365,7 +381,8 @@ def _raise_problems(settings: Settings) -> None:
 
 def _live_engines() -> list[Any]:
     engine_class = sys.modules[ENGINE_INIT.module].DeepSpeedEngine
-    return [thing for thing in gc.get_objects() if isinstance(thing, engine_class) and hasattr(thing, "optimizer")]
+    # By type: asking a stranger for its class may run anything, and a dead weak proxy raises.
+    return [e for e in gc.get_objects() if issubclass(type(e), engine_class) and "optimizer" in vars(e)]
 
 
 # --------------------------------------------------------------------------------------- report

@@ -45,6 +45,8 @@ def exchange(
         store.set(f"{topic}/answer", json.dumps([answer.said, answer.missing]))
         return answer
     if not _wait(store, [f"{topic}/answer"], timeout + GRACE):
+        # A first rank that comes later must not find us here and go on alone.
+        store.delete_key(f"{topic}/{rank}")
         return Agreement({text: (rank,)}, missing=(0,))
     said, missing = json.loads(store.get(f"{topic}/answer"))
     return Agreement({text: tuple(ranks) for text, ranks in said.items()}, tuple(missing))

@@ -81,6 +81,6 @@ def _deepspeed_version(path: Path | None) -> str | None:
         found = re.search(r"^version\s*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
         if found:
             return found.group(1)
-    except OSError:
+    except (OSError, ValueError):
         pass
     return distribution_version("deepspeed")

@@ -47,7 +47,7 @@ def split_scale(
     ``prescale_gradients``) and win. Otherwise fp32 and bf16 have the range to sum first, and the
     result of a reduce-scatter is D times smaller than its input, so all of the scale goes behind
     it. fp16 overflows at 65504 and loses small values below 6e-8: there a power of two near the
-    square root of the group size goes in front (the choice of FSDP2's gradient division). A scale
+    square root of the group size, 2 at least, goes in front (as FSDP2 splits its division). A scale
     of one divides nothing anywhere, in any dtype: a sum stays a plain sum.
     """
     import torch
@@ -59,7 +59,7 @@ def split_scale(
     if predivide_factor != 1.0:
         return 1.0 / predivide_factor, scale * predivide_factor
     if dtype == torch.float16:
-        pre = 2.0 ** -round(math.log2(group_size) / 2)
+        pre = 2.0 ** -math.floor(math.log2(group_size) / 2 + 0.5)
         return pre, scale / pre
     return 1.0, scale
 
@@ -88,7 +88,7 @@ def flatten_for_scatter(tensors: Sequence[Tensor], world_size: int) -> Tensor:
     if len(tensors) == 1 and tensors[0].numel() % world_size == 0:
         return tensors[0].view(-1)
     flat = [tensor.view(-1) for tensor in tensors]
-    if hasattr(torch, "_chunk_cat"):
+    if hasattr(torch, "_chunk_cat") and all(tensor.numel() for tensor in flat):
         # FSDP2's copy-in: one kernel however many tensors and ranks there are, zeros as padding.
         return torch._chunk_cat(flat, dim=0, num_chunks=world_size).view(-1)
     pieces: list[Tensor] = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from ds_gradfix.settings import Settings
 from ds_gradfix.source import Function, Rule, find_functions, fingerprint, rewrite
 
 ENTRY_POINTS = "ds_gradfix.patches"
+
+log = logging.getLogger("ds_gradfix")
 
 
 class Verdict(str, Enum):
@@ -186,28 +189,29 @@ def newest_known_release() -> Version:
 
 
 def discover() -> tuple[Patch, ...]:
-    """All patches, by id: the built-in ones and those that entry points offer.
+    """All patches, by id: the built-in ones, and those that entry points offer.
 
-    Raises PlanError when two have the same id or a plugin can't be loaded.
+    A plug-in that can't be used is reported and left out: it must not harm the job.
     """
     package = importlib.import_module("ds_gradfix.patches")
-    found: list[Patch] = []
+    found: dict[str, Patch] = {}
     for info in pkgutil.iter_modules(package.__path__):
         if not info.name.startswith("_"):
-            found.append(importlib.import_module(f"{package.__name__}.{info.name}").PATCH)
+            patch = importlib.import_module(f"{package.__name__}.{info.name}").PATCH
+            found[patch.id] = patch
     for point in entry_points(group=ENTRY_POINTS):
         try:
-            loaded = point.load()
+            patch = point.load()
         except Exception as error:
-            raise PlanError(f"the patch {point.name!r} of {point.value!r} can't be loaded: {error!r}") from error
-        if not isinstance(loaded, Patch):
-            raise PlanError(f"{point.value!r}, offered as the patch {point.name!r}, is no ds_gradfix.registry.Patch")
-        found.append(loaded)
-    ids = [patch.id for patch in found]
-    for patch_id in ids:
-        if ids.count(patch_id) > 1:
-            raise PlanError(f"two patches have the id {patch_id!r}")
-    return tuple(sorted(found, key=lambda patch: patch.id))
+            log.warning("ds-gradfix: the plug-in patch %s (%s) can't be loaded: %r", point.name, point.value, error)
+            continue
+        if not isinstance(patch, Patch):
+            log.warning("ds-gradfix: the plug-in patch %s (%s) is no Patch and is left out", point.name, point.value)
+        elif patch.id in found:
+            log.warning("ds-gradfix: the plug-in patch %s has the id of another one and is left out", patch.id)
+        else:
+            found[patch.id] = patch
+    return tuple(patch for _, patch in sorted(found.items()))
 
 
 # --------------------------------------------------------------------------------------- plan
@@ -284,10 +288,11 @@ def make_plan(installed: Installed, patches: Sequence[Patch], settings: Settings
 
 
 def insist(plan: Plan, settings: Settings) -> None:
-    """Raise PlanError for a selected patch with unrecognised source that was asked for by name, or
-    in strict mode."""
+    """Raise PlanError for a selected patch with unrecognised source that was asked for by name (``only``,
+    ``force``), or in strict mode."""
     for entry in plan.entries:
-        asked = settings.selects(entry.patch.id) and (settings.strict or settings.only is not None)
+        named = settings.only is not None or entry.patch.id in settings.force
+        asked = settings.selects(entry.patch.id) and (settings.strict or named)
         if asked and entry.verdict is Verdict.UNRECOGNISED and not entry.act:
             version = plan.installed.deepspeed
             raise PlanError(f"{entry.patch.id} can't act on this DeepSpeed ({version}): {entry.reason}")
@@ -337,7 +342,8 @@ def _entry(installed: Installed, patch: Patch, settings: Settings, functions: Fu
     if act:
         try:
             for correction, finding in zip(patch.corrections, findings, strict=True):
-                if isinstance(correction, Rewrite) and finding.function is not None:
+                wanted = finding.verdict in (Verdict.DEFECTIVE, Verdict.UNRECOGNISED)
+                if isinstance(correction, Rewrite) and finding.function is not None and wanted:
                     rewrite(finding.function, correction.rules)
         except RewriteError as error:
             act, verdict, reason = False, Verdict.UNRECOGNISED, str(error)
@@ -357,6 +363,8 @@ def _decide(
         return True, "the installed source is known to have this defect"
     strange = [finding for finding in findings if finding.verdict is Verdict.UNRECOGNISED]
     said = "; ".join(f"{finding.target.qualname}: {finding.reason}" for finding in strange)
-    if patch.id in settings.force and all(finding.function for finding in strange):
+    if not all(finding.function for finding in strange):
+        return False, f"{said}. Left alone"
+    if patch.id in settings.force:
         return True, f"forced, although {said}"
     return False, f"{said}. Left alone; force={patch.id!r} would correct it all the same"

@@ -11,7 +11,7 @@ first two places decide what goes in, those of a configuration what is in force 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
@@ -28,8 +28,11 @@ def _names(key: str, value: Any) -> tuple[str, ...]:
     """A patch id, several separated by commas, or a list of them."""
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
-    if isinstance(value, list | tuple | set | frozenset) and all(isinstance(part, str) for part in value):
-        return tuple(value)
+    if isinstance(value, Iterable) and not isinstance(value, bytes | Mapping):
+        names = list(value)
+        if all(isinstance(part, str) for part in names):
+            # A set's order differs from process to process, and the ranks compare their settings.
+            return tuple(sorted(names) if isinstance(value, Set) else names)
     raise SettingsError(f"{key}: {value!r} is neither a patch id nor a list of patch ids (see 'ds-gradfix list')")
 
 
@@ -62,7 +65,7 @@ def _setting(read: Callable[[str, Any], Any], default: Any, doc: str) -> Any:
 class Settings:
     """Every setting, decided."""
 
-    only: tuple[str, ...] | None = _setting(_names, None, "Correct only with these patches; each must be able to act.")
+    only: tuple[str, ...] | None = _setting(_names, None, "Correct only with these patches; source of theirs that is not recognised is an error.")
     exclude: tuple[str, ...] = _setting(_names, (), "Leave these patches out.")
     force: tuple[str, ...] = _setting(
         _names, (), "Let these patches act on source that is not recognised. The self-check still decides."
@@ -143,7 +146,9 @@ def resolve(
 
 def _no_such(name: str, known: Iterable[str], what: str) -> str:
     known = list(known)
-    near = get_close_matches(name, known, n=1)
+    # Without the common prefix, which would make every variable look near.
+    suffixes = {key.removeprefix(VARIABLE_PREFIX): key for key in known}
+    near = [suffixes[key] for key in get_close_matches(name.removeprefix(VARIABLE_PREFIX), suffixes, n=1)]
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"{name}: there is no such {what}{hint} Allowed are: {', '.join(known)}"
 

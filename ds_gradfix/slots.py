@@ -10,7 +10,7 @@ import functools
 import gc
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ class Slot:
     name: str
     raw: Any
     installed: Any
-    aliases: list[tuple[types.ModuleType, str]] = field(default_factory=list)
+    aliases: list[tuple[types.ModuleType, str, object]] = field(default_factory=list)
     held_elsewhere: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -64,17 +64,44 @@ def install(
         raise SlotError(f"{module.__name__}:{qualname}: there is no such function in it")
     if getattr(function, MARK, None):
         raise SlotError(f"{module.__name__}:{qualname} is corrected already, by {getattr(function, MARK)}")
+    if not _comes_from(function, module.__name__):
+        raise SlotError(f"{module.__name__}:{qualname} is not its module's own any more: it holds {whose(function)}")
     made = functools.wraps(function)(make(function))
     setattr(made, MARK, f"ds-gradfix, {module.__name__}:{qualname}")
     installed: Any = type(raw)(made) if isinstance(raw, staticmethod | classmethod) else made
     slot = Slot(module.__name__, qualname, owner, name, raw, installed)
     setattr(owner, name, installed)
+    slot.aliases = _aliases(raw, function, list(sys.modules.values()) if late else [module])
+    for holder, alias, value in slot.aliases:
+        setattr(holder, alias, installed if value is raw else made)
     if late:
-        slot.aliases = _module_aliases(raw, owner)
-        for holder, alias in slot.aliases:
-            setattr(holder, alias, installed)
-        slot.held_elsewhere = _other_holders(raw, slot)
+        slot.held_elsewhere = _other_holders(raw, function, slot, made)
     return slot
+
+
+def _comes_from(function: Any, module: str, depth: int = 4) -> bool:
+    """Whether a function, or one that it wraps, is defined in ``module``: decorators of DeepSpeed's keep
+    what they wrap in a closure, those of other tools often in ``__wrapped__``."""
+    if getattr(function, "__module__", None) == module:
+        return True
+    if depth == 0:
+        return False
+    inner = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _filled(cell)]
+    inner.append(getattr(function, "__wrapped__", None))
+    return any(callable(thing) and _comes_from(thing, module, depth - 1) for thing in inner)
+
+
+def _filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def whose(function: Any) -> str:
+    """In words: where a function is from."""
+    return f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
 def remove(slot: Slot) -> None:
@@ -82,36 +109,70 @@ def remove(slot: Slot) -> None:
     nothing, if somebody else's object is there now."""
     current = vars(slot.owner).get(slot.name)
     if current is not slot.installed:
-        whose = f"{getattr(current, '__module__', None)}.{getattr(current, '__qualname__', type(current).__name__)}"
-        raise SlotError(f"{slot} now holds {whose}, which is not ours to undo: remove that first")
+        raise SlotError(f"{slot} now holds {whose(current)}, which is not ours to undo: remove that first")
     setattr(slot.owner, slot.name, slot.raw)
-    for holder, alias in slot.aliases:
-        if vars(holder).get(alias) is slot.installed:
-            setattr(holder, alias, slot.raw)
+    for holder, alias, value in slot.aliases:
+        if getattr(vars(holder).get(alias), MARK, None) == getattr(slot.installed, MARK, None):
+            setattr(holder, alias, value)
 
 
-def _module_aliases(raw: object, owner: object) -> list[tuple[types.ModuleType, str]]:
+def _aliases(raw: object, function: object, modules: list[Any]) -> list[tuple[types.ModuleType, str, object]]:
     found = []
-    for module in list(sys.modules.values()):
-        if not isinstance(module, types.ModuleType) or module is owner:
-            continue
-        found += [(module, name) for name, value in list(vars(module).items()) if value is raw]
+    for module in modules:
+        if isinstance(module, types.ModuleType):
+            for name, value in list(vars(module).items()):
+                if value is raw or value is function:
+                    found.append((module, name, value))
     return found
 
 
-def _other_holders(raw: object, slot: Slot) -> list[str]:
-    """In words: what still refers to the original and cannot be changed from here."""
-    ours = {id(vars(slot)), id(slot.installed), id(vars(slot.installed))}
+def _other_holders(raw: object, function: object, slot: Slot, made: Any) -> list[str]:
+    """In words: what still refers to the original and cannot be changed from here.
+
+    Only types are asked for their names: a stranger's ``__repr__`` may do anything.
+    """
+    originals = [raw] if raw is function else [raw, function]
+    ours = {*map(id, (vars(slot), made, vars(made), raw, originals, *slot.aliases, *(made.__closure__ or ())))}
     said = []
-    for holder in gc.get_referrers(raw):
-        if id(holder) in ours or isinstance(holder, types.FrameType | types.CellType):
-            continue
-        if isinstance(holder, types.MethodType):
-            said.append(f"a bound method of {type(holder.__self__).__name__}")
-        elif isinstance(holder, dict) and holder.get("__wrapped__") is not raw:
-            owners = [o for o in gc.get_referrers(holder) if getattr(o, "__dict__", None) is holder]
-            name = next((key for key, value in holder.items() if value is raw), "?")
-            said.append(f"{owners[0]!r}, as {name!r}" if owners else f"a dictionary, under {name!r}")
-        elif isinstance(holder, functools.partial | list | tuple | set):
-            said.append(f"a {type(holder).__name__}")
+    for held in originals:
+        for holder in gc.get_referrers(held):
+            if id(holder) in ours or type(holder) is types.FrameType:
+                continue
+            words = _holder_in_words(holder, held)
+            if words:
+                said.append(words)
     return said
+
+
+def _holder_in_words(holder: Any, held: object) -> str | None:
+    if type(holder) is types.MethodType:
+        return f"a bound method of {type(holder.__self__).__name__}"
+    if type(holder) is types.CellType:
+        return "a closure"
+    if type(holder) is dict:
+        if holder.get("__wrapped__") is held:
+            return None  # what functools.wraps leaves on a wrapper, which calls through its closure
+        name = next((key for key, value in holder.items() if value is held), "?")
+        owners = [o for o in gc.get_referrers(holder) if _namespace(o).get(name) is held]
+        return f"{_named(owners[0])}, as {name!r}" if owners else f"a dictionary, under {name!r}"
+    if type(holder) is types.FunctionType:
+        return None  # its closure or its defaults hold it, and are named themselves
+    return f"a {type(holder).__name__}"
+
+
+def _named(thing: object) -> str:
+    if isinstance(thing, types.ModuleType):
+        return f"the module {thing.__name__}"
+    if isinstance(thing, type):
+        return f"the class {type.__dict__['__qualname__'].__get__(thing)}"
+    return f"a {type(thing).__name__}"
+
+
+def _namespace(thing: object) -> Mapping[str, object]:
+    """An object's or a class's own attributes, without asking it."""
+    if issubclass(type(thing), type):
+        return type.__dict__["__dict__"].__get__(thing)  # type: ignore[no-any-return]
+    try:
+        return object.__getattribute__(thing, "__dict__")  # type: ignore[no-any-return]
+    except AttributeError:
+        return {}

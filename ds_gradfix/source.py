@@ -87,12 +87,14 @@ def _canonical(value: Any) -> str:
         for name, content in ast.iter_fields(value):
             if name == "body" and isinstance(value, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 content = _without_docstring(content)
+            if name == "values" and isinstance(value, ast.JoinedStr):
+                content = [part for part in content if not (isinstance(part, ast.Constant) and part.value == "")]
             if name not in _SILENT_FIELDS and content is not None and content != []:
                 fields.append(f"{name}={_canonical(content)}")
         return f"{type(value).__name__}({','.join(fields)})"
     if isinstance(value, list):
         return f"[{','.join(map(_canonical, value))}]"
-    return repr(value)
+    return ascii(value)  # repr depends on the Unicode version of the interpreter
 
 
 def _without_docstring(body: Sequence[ast.stmt]) -> list[ast.stmt]:
@@ -141,7 +143,7 @@ def _hole(node: Any) -> str | None:
 
 def _matches(pattern: Any, value: Any, bound: dict[str, ast.AST]) -> bool:
     hole = _hole(pattern)
-    if hole is not None and isinstance(value, ast.expr):
+    if hole is not None and isinstance(value, ast.expr) and not isinstance(value, ast.Starred):
         if hole in bound:
             return _canonical(bound[hole]) == _canonical(value)
         bound[hole] = value
@@ -158,7 +160,7 @@ def _matches(pattern: Any, value: Any, bound: dict[str, ast.AST]) -> bool:
             and len(pattern) == len(value)
             and all(_matches(p, v, bound) for p, v in zip(pattern, value, strict=True))
         )
-    return bool(pattern == value)
+    return type(pattern) is type(value) and bool(pattern == value)
 
 
 class _Fill(ast.NodeTransformer):
@@ -206,7 +208,11 @@ def rewrite(function: Function, rules: Sequence[Rule]) -> Function:
                 f" {edit.count} times instead of {wanted}"
             )
     node = ast.fix_missing_locations(node)
-    if fingerprint(ast.parse(ast.unparse(node)).body[0]) != fingerprint(node):
+    try:
+        same = fingerprint(ast.parse(ast.unparse(node)).body[0]) == fingerprint(node)
+    except SyntaxError:
+        same = False
+    if not same:
         raise RewriteError(f"{function.qualname}: the edits make a syntax tree that is not Python")
     return Function(function.path, function.qualname, node, function.future)
 
@@ -214,31 +220,27 @@ def rewrite(function: Function, rules: Sequence[Rule]) -> Function:
 def recompile(function: Function, module: ModuleType, helper: object, label: str) -> Callable[..., Any]:
     """Compile a rewritten function in its module's own globals; decorators are applied again.
 
-    The function is compiled inside stubs of its classes, so that private names are mangled as
+    The function is compiled inside a stub of its class, so that private names are mangled as
     before, and sees ``helper`` under the name ``_ds_gradfix``. Its text is registered with
     ``linecache`` as ``<ds-gradfix LABEL>``: tracebacks, debuggers and ``inspect`` show it.
     """
     names = {n.id for n in ast.walk(function.node) if isinstance(n, ast.Name)}
     if names & {"super", "__class__"}:
         raise RewriteError(f"{function.qualname} uses {' and '.join(names & {'super', '__class__'})}")
-    *classes, name = function.qualname.split(".")
-    body: list[ast.stmt] = [function.node]
-    for class_name in reversed(classes):
-        stub = ast.parse(f"class {class_name}: pass").body[0]
-        assert isinstance(stub, ast.ClassDef)
-        stub.body = body
-        body = [stub]
+    # The stub's name mangles as the class's own does, and hides neither it nor the function from the body.
+    *classes, _ = function.qualname.split(".")
+    stub = ast.parse(f"class ___{classes[-1].lstrip('_') if classes else ''}: pass").body[0]
     factory = ast.parse("def ds_gradfix_factory(_ds_gradfix): pass").body[0]
-    assert isinstance(factory, ast.FunctionDef)
-    factory.body = [*body, *ast.parse(f"return {'.'.join(classes) or name}").body]
+    assert isinstance(stub, ast.ClassDef) and isinstance(factory, ast.FunctionDef)
+    stub.body = [function.node]
+    factory.body = [stub, *ast.parse(f"return {stub.name}").body]
     tree = ast.Module(body=[*function.future, factory], type_ignores=[])
     text = ast.unparse(ast.fix_missing_locations(tree)) + "\n"
     filename = f"<ds-gradfix {label}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     namespace: dict[str, Any] = {}
     exec(compile(text, filename, "exec", dont_inherit=True), vars(module), namespace)
-    made = namespace["ds_gradfix_factory"](helper)
-    return vars(made)[mangled(function.qualname)] if classes else made  # type: ignore[no-any-return]
+    return vars(namespace["ds_gradfix_factory"](helper))[mangled(function.qualname)]  # type: ignore[no-any-return]
 
 
 def mangled(qualname: str) -> str:

@@ -95,8 +95,8 @@ def measure(engine: Any) -> list[Measurement]:
 
 
 def _bucket_reduced(optimizer: Any, probe: Any, *dtype: Any) -> Any:
-    """Without contiguous gradients by way of the sorting in front of it, which before 0.19.8 drops every tensor of a CPU:
-    a sum that is asked for there must stop the job."""
+    """Without contiguous gradients by way of the sorting in front of it, which before 0.19.8 drops every tensor of a
+    CPU: a sum that is asked for there must stop the job."""
     if optimizer.contiguous_gradients:
         return optimizer.allreduce_bucket([probe], *dtype)
     optimizer.buffered_reduce_fallback(None, [probe], *dtype)

@@ -197,7 +197,7 @@ def _probes(optimizer: Any, template: Any) -> list[Any]:
     device = sys.modules["deepspeed.accelerator"].get_accelerator().current_device_name()
     probes = []
     for numel in (2 * size + 1, 2 * size):
-        probe = torch.nn.Parameter(torch.zeros(numel, dtype=optimizer.dtype, device=device))
+        probe: Any = torch.nn.Parameter(torch.zeros(numel, dtype=optimizer.dtype, device=device))
         for name in ("ds_process_group", "ds_zero_placement_family", "ds_zero_partition_group_name"):
             if hasattr(template, name):
                 setattr(probe, name, getattr(template, name))

@@ -57,14 +57,15 @@ BESIDE_A_SUM: tuple[dict[str, Any], ...] = (
 
 
 @cache
-def trained(
-    ranks: int, release: str | None = None, conventions: tuple[str, ...] = ("stock", "sum", "mean")
-) -> tuple[Outcomes, list[dict[str, Any]]]:
+def trained(ranks: int, release: str | None = None) -> tuple[Outcomes, list[dict[str, Any]]]:
     """Every convention on every path, and BESIDE_A_SUM, from one launch."""
-    # ZeRO-1 and ZeRO-2 share their reductions: with more ranks, to save time, one of them takes every path.
-    paths = [path for path in PATHS if ranks == 2 or path["stage"] != 1 or len(path) == 1]
+    paths, conventions = list(PATHS), ["stock", "sum", "mean"]
+    if ranks > 2:  # ZeRO-1 and ZeRO-2 share their reductions: to save time, one of them takes every path
+        paths = [path for path in PATHS if path["stage"] != 1 or len(path) == 1]
+    if release is not None:  # not contiguous, ZeRO-1/2 of older releases does not reduce on a CPU, and ZeRO-3 can't end
+        paths, conventions = [path for path in PATHS if path != {**path, **APART}], ["sum", "mean"]
     keys = [(convention, PATHS.index(path)) for convention in conventions for path in paths]
-    cases = []
+    cases: list[dict[str, Any]] = []
     for convention, path in keys:
         section = {} if convention == "stock" else {"ds_gradfix": {"sequence_parallel_reduction": convention}}
         cases.append({"on": convention != "stock", "config": {"zero_optimization": PATHS[path], **section}})
@@ -139,7 +140,7 @@ def test_the_right_convention_makes_every_loss_right_everywhere(ranks: int) -> N
 
 @pytest.mark.parametrize("release", ["0.15.4", "0.18.9"])
 def test_so_it_does_on_an_older_release(release: str) -> None:
-    check_right(trained(2, release, ("sum", "mean"))[0])
+    check_right(trained(2, release)[0])
 
 
 def test_a_mixed_bucket_is_really_mixed() -> None:

@@ -291,7 +291,7 @@ def test_names_in_other_modules_are_corrected_and_undone(module: types.ModuleTyp
     original = other.function = other.renamed = module.function
     other.unrelated = print
     slot = install(module, "function", instead("corrected"), late=True)
-    assert sorted((holder.__name__, name) for holder, name in slot.aliases) == [
+    assert sorted((holder.__name__, name) for holder, name, _ in slot.aliases) == [
         (other.__name__, "function"),
         (other.__name__, "renamed"),
     ]

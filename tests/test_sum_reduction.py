@@ -14,13 +14,13 @@ from ds_gradfix.verify import Case, Model, measure
 from ds_gradfix.verify.compare import Result
 from ds_gradfix.verify.config import precision
 
-SUM = {"gradient_allreduce_op": "sum"}
+SUM: dict[str, Any] = {"gradient_allreduce_op": "sum"}
 ODD = Model(widths=(5, 7, 3, 1), bias=True, unused=(11,), frozen=("layers.1.bias",))
 """Sizes that neither 2 nor 3 divide, some smaller than the number of ranks."""
-BF16 = {"bf16": {"enabled": True}}
-FP32_ACCUMULATION = {"data_types": {"grad_accum_dtype": "fp32"}}
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+FP32_ACCUMULATION: dict[str, Any] = {"data_types": {"grad_accum_dtype": "fp32"}}
 CPU_OPTIMIZER = {"offload_optimizer": {"device": "cpu"}}
-ALL_REDUCE = {"reduce_scatter": False}
+ALL_REDUCE: dict[str, Any] = {"reduce_scatter": False}
 APART = {"contiguous_gradients": False}
 
 

@@ -19,6 +19,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -327,7 +328,7 @@ SCENARIOS: dict[str, Callable[[], Gradients]] = {
     "sparse, pre-scaled": lambda: sparse(prescale_gradients=True),
     "sparse, bf16 communication": lambda: sparse(communication_data_type="bf16"),
     **{
-        f"experts, ZeRO-{stage}, ep_size {ep_size}": lambda stage=stage, ep_size=ep_size: experts(stage, ep_size)
+        f"experts, ZeRO-{stage}, ep_size {ep_size}": partial(experts, stage, ep_size)
         for stage in (0, 1, 2)
         for ep_size in (1, 2)
     },
@@ -344,18 +345,19 @@ SCENARIOS: dict[str, Callable[[], Gradients]] = {
     "pipeline 1 x 2, bf16": lambda: pipeline(1, 1, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}),
     "no optimizer": no_optimizer,
 }
+EXACT_OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    ", all-reduce": {"zero": ALL_REDUCE, "gradient_predivide_factor": 3.0},
+    ", all-reduce, pre-scaled": {"zero": ALL_REDUCE, "prescale_gradients": True},
+    ", extra-large": {"zero": {"reduce_bucket_size": 40}},
+}
 EXACT: dict[str, Callable[[], Gradients]] = {
     "exact, ZeRO-0": lambda: exact(0, gradient_predivide_factor=3.0),
     "exact, ZeRO-0, pre-scaled": lambda: exact(0, prescale_gradients=True),
     **{
-        f"exact, ZeRO-{stage}{words}": lambda stage=stage, options=options: exact(stage, **options)
+        f"exact, ZeRO-{stage}{words}": partial(exact, stage, **options)
         for stage in (1, 2, 3)
-        for words, options in {
-            "": {},
-            ", all-reduce": {"zero": ALL_REDUCE, "gradient_predivide_factor": 3.0},
-            ", all-reduce, pre-scaled": {"zero": ALL_REDUCE, "prescale_gradients": True},
-            ", extra-large": {"zero": {"reduce_bucket_size": 40}},
-        }.items()
+        for words, options in EXACT_OPTIONS.items()
     },
     "exact, ZeRO-3, all-reduce, extra-large": lambda: exact(3, {**ALL_REDUCE, "reduce_bucket_size": 40}),
     "exact, ZeRO-3, apart": lambda: exact(3, {**ALL_REDUCE, "contiguous_gradients": False}),
