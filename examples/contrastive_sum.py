@@ -71,7 +71,13 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    deepspeed.init_distributed(get_accelerator().communication_backend_name())
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        # Optional kernels for collectives between CPU ranks: they take a C++ compiler, and a minute to build.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    else:
+        accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed(accelerator.communication_backend_name())
     encoder = new_encoder()
     engine, *_ = deepspeed.initialize(
         model=encoder,

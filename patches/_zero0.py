@@ -59,3 +59,20 @@ def measure(engine: Any) -> list[Measurement]:
     ratio, error = reduction.compare(probe.double().cpu(), right)
     tolerance = reduction.probe_tolerance(dtype, engine.communication_data_type)
     return [Measurement("engine's reduction of dense gradients", ratio, error, tolerance)]
+
+
+class _Experts:
+    """What the rewritten reduction of experts calls where DeepSpeed counts the ranks to average over."""
+
+    @staticmethod
+    def replicas(engine: Any) -> float:
+        """The full data-parallel size, whatever the expert-parallel size is: a dense gradient's divisor."""
+        group_size = sys.modules["deepspeed.comm"].get_world_size(group=engine.seq_data_parallel_group)
+        return _Engine.replicas(engine, group_size)
+
+
+EXPERT = Rewrite(
+    Target(MODULE, f"{CLASS}._reduce_expert_gradients"),
+    (Rule("dist.get_world_size(groups._get_data_parallel_group())", "_ds_gradfix.replicas(self)"),),
+    _Experts,
+)

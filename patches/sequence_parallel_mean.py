@@ -43,6 +43,7 @@ PATCH = Patch(
     retire="When DeepSpeed has one convention on every stage, and a setting for the other.",
     corrections=(
         _zero0.NON_EXPERT,
+        _zero0.EXPERT,
         _zero12.AVERAGE_TENSOR,
         _zero12.BUCKET,
         _zero12.PREDIVIDE,

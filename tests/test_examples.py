@@ -3,6 +3,7 @@
 Runs in the environment that ds-gradfix is installed in, since its start-up file is what is tested.
 """
 
+import importlib.util
 import os
 import re
 import socket
@@ -54,6 +55,28 @@ def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def test_summed_gradients_train_as_averaged_ones_do(tmp_path):
+    """Losses, full gradients and full parameters of five steps, for AdamW on ZeRO 0-3 and Muon on ZeRO 1-3."""
+    figure = tmp_path / "losses.png"
+    drawing = ["--figure", figure] if importlib.util.find_spec("matplotlib") else []
+    # Muon's own kernels are for torch.compile, which would need a compiler here, and time.
+    output = launch(torchrun, EXAMPLES / "sum_equivalence.py", *drawing, DS_GRADFIX="1", TORCHDYNAMO_DISABLE="1")
+    found = re.findall(r"^(\w+), ZeRO-(\d): .* loss (\S+)  gradient (\S+)  parameter (\S+)$", output, re.MULTILINE)
+    assert [(optimizer, stage) for optimizer, stage, *_ in found] == [
+        *(("AdamW", stage) for stage in "0123"),
+        *(("Muon", stage) for stage in "123"),
+    ]
+    for optimizer, stage, *differences in found:
+        assert max(map(float, differences)) < 1e-6, (optimizer, stage, differences)
+    assert figure.exists() or not drawing
+
+
+@pytest.mark.parametrize(("op", "ratio"), [("sum", "1.0000"), ("mean", "0.5000")])
+def test_contrastive_learning_over_gathered_embeddings_wants_a_sum(op, ratio):
+    output = launch(torchrun, EXAMPLES / "contrastive_sum.py", "--op", op, DS_GRADFIX="1")
+    assert f"{op}, ZeRO-3: the gradient is {ratio} x the whole batch's, else off by" in output
 
 
 def test_the_example_does_not_know_ds_gradfix():

@@ -229,3 +229,18 @@ def test_the_log_says_which_what_it_changes_and_who_wants_the_other(
 
 def test_the_log_says_nothing_where_it_has_no_meaning() -> None:
     assert "shards" not in line({"zero_optimization": {"stage": 2}, "gradient_allreduce_op": "sum"}, "sum")
+
+
+# --- experts
+
+
+@pytest.mark.parametrize("release", [None, "0.16.9"])
+def test_under_zero0_experts_follow_the_convention_as_dense_layers_do(release: str | None) -> None:
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    ended = launch("experts_over_shards.py", env=env if release is None else {**env, "PYTHONPATH": folder_of(release)})
+    assert {rank.status for rank in ended} == {0}, "\n".join(rank.output[-3000:] for rank in ended)
+    found = json.loads(ended[0].output.splitlines()[-1])
+    assert len(found["mean"]) == 7
+    for convention, ratio in (("stock", SHARDS), ("sum", SHARDS), ("mean", 1)):
+        assert [ratio for ratio, _ in found[convention]] == pytest.approx([ratio] * 7, rel=1e-4), convention
+        assert max(off for _, off in found[convention]) < 1e-4

@@ -21,8 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # From the first release in which a target is as it should be, for a patch that not every release needs.
 FIXED_FROM = {"sum-reduction": "0.19.6"}
-# Sources in which a patch has nothing to correct, by patch, function and last release: ZeRO 0 averaged over shards.
-FIXED_UNTIL = {("sequence-parallel-mean", "_reduce_non_expert_gradients"): "0.14.2"}
+# Sources in which a patch has nothing to correct, by patch, function and last release: ZeRO 0 averaged over shards, and
+# experts over the ranks that hold them.
+FIXED_UNTIL = {
+    ("sequence-parallel-mean", "_reduce_non_expert_gradients"): "0.14.2",
+    ("sequence-parallel-mean", "_reduce_expert_gradients"): "0.14.0",
+}
 
 
 def verdict(patch_id: str, qualname: str, release: str) -> Verdict:

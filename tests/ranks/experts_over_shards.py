@@ -1,7 +1,10 @@
-"""One rank: routed experts under ZeRO-0, two ranks that share every sequence, and both kinds of mpu.
+"""One rank: routed experts under ZeRO-0, all ranks sharing every sequence.
 
-Prints, as one line of JSON, for each mpu and convention (or "stock") the gradient of every parameter as a multiple of the
-mean of the ranks' own, and how far it is from being one. A rank's own gradient comes from a model without DeepSpeed.
+Prints, as one line of JSON, for each convention and for stock the gradient of every parameter as a multiple of the mean of
+the ranks' own, and how far it is from being one. A rank's own gradient comes from a model without DeepSpeed.
+
+The mpu is Megatron-DeepSpeed's kind: DeepSpeed's own calls the ranks of a sequence model-parallel, and its experts take
+those for ranks that hold the same tokens.
 """
 
 from __future__ import annotations
@@ -94,17 +97,13 @@ def main() -> None:
         "gloo", os.environ["RENDEZVOUS"], timedelta(seconds=60), world_size=RANKS, rank=RANK
     )
     deepspeed.init_distributed()
-    units = {
-        "DeepSpeed's": lambda: _mpu.for_size(RANKS, stage=0),
-        "Megatron's": lambda: _mpu._Unit(RANKS, data_over_all_ranks=False),
-    }
+    unit = _mpu._Unit(RANKS, data_over_all_ranks=False)
     found: dict[str, Any] = {}
     for convention in ("stock", "sum", "mean"):
         section = {} if convention == "stock" else {"ds_gradfix": {"sequence_parallel_reduction": convention}}
         if section:
             ds_gradfix.enable()
-        for name, unit in units.items():
-            found[f"{name} mpu, {convention}"] = train(unit(), section)
+        found[convention] = train(unit, section)
     print(json.dumps(found))
 
 
