@@ -24,5 +24,5 @@ $(INSTALLED): Makefile constraints.txt pyproject.toml setup.py ds_gradfix_startu
 	$(PIP) torch==2.13.0
 	$(PIP) wheel numpy packaging setuptools ninja pybind11
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed==0.19.8
-	$(PIP) --no-build-isolation --editable '.[test]'
+	$(PIP) --no-build-isolation --editable '.[test,examples]'
 	touch $@

@@ -87,8 +87,8 @@ def convention_of(settings: Settings) -> tuple[str, str]:
     parallelism = _accelerate_parallelism()
     if getattr(parallelism, "sp_backend", None) == "deepspeed" and parallelism.sp_size > 1:
         return "mean", (
-            f"Accelerate's parallelism config has sp_size={parallelism.sp_size}: the loss of Transformers' Trainer and of"
-            " Accelerate's recipe is combined over the shards"
+            f"Accelerate's parallelism config has sp_size={parallelism.sp_size}: the loss of Transformers' Trainer and"
+            " of Accelerate's recipe is combined over the shards"
         )
     return "sum", "DeepSpeed's own convention, by default"
 
@@ -97,7 +97,7 @@ def _accelerate_parallelism() -> Any:
     """The parallelism config of this process's Accelerator, which is Transformers' Trainer's too; else None.
 
     Accelerate (from 1.12 on, the first with sequence parallelism) keeps it in a state that all its Accelerators share,
-    filled before it calls ``deepspeed.initialize``. It is looked at where it lies: ``AcceleratorState()`` would make one.
+    filled before it calls ``deepspeed.initialize``. It is read where it lies: ``AcceleratorState()`` would make one.
     """
     state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
     return (getattr(state, "_shared_state", None) or {}).get("parallelism_config")

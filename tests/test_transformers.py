@@ -1,5 +1,5 @@
-"""Transformers' own Trainer over two ranks that share a sequence, without a change of its code: with DS_GRADFIX=1 alone its
-gradients are those of a single process on every ZeRO stage, because its loss is recognised by evidence.
+"""Transformers' own Trainer over two ranks that share a sequence, without a change of its code: with DS_GRADFIX=1 alone
+its gradients are those of a single process on every ZeRO stage, because its loss is recognised by evidence.
 
 Runs in the environment that ds-gradfix is installed in, since its start-up file is what turns it on.
 """

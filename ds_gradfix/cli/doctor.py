@@ -407,7 +407,9 @@ def _convention_words(facts: Facts, because: str, settings: Settings) -> list[st
         f"sequence_parallel_reduction={other!r} is {LOSSES[other]}.",
     ]
     if settings.sequence_parallel_reduction is None:
-        words.append("Accelerate's parallelism config with sp_size > 1, Transformers' Trainer included, decides on 'mean'.")
+        words.append(
+            "Accelerate's parallelism config with sp_size > 1, Transformers' Trainer included, decides on 'mean'."
+        )
     return words
 
 

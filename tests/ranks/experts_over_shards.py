@@ -1,7 +1,7 @@
 """One rank: routed experts under ZeRO-0, all ranks sharing every sequence.
 
-Prints, as one line of JSON, for each convention and for stock the gradient of every parameter as a multiple of the mean of
-the ranks' own, and how far it is from being one. A rank's own gradient comes from a model without DeepSpeed.
+Prints, as one line of JSON, for each convention and for stock the gradient of every parameter as a multiple of the mean
+of the ranks' own, and how far it is from being one. A rank's own gradient comes from a model without DeepSpeed.
 
 The mpu is Megatron-DeepSpeed's kind: DeepSpeed's own calls the ranks of a sequence model-parallel, and its experts take
 those for ranks that hold the same tokens.
@@ -9,6 +9,7 @@ those for ranks that hold the same tokens.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from datetime import timedelta
@@ -88,6 +89,8 @@ def train(unit: Any, section: dict[str, Any]) -> list[tuple[float, float]]:
         ratio = float((gradient * right).sum() / right.square().sum())
         found.append((ratio, float((gradient - ratio * right).norm() / right.norm())))
     engine.destroy()
+    del engine, net, moe
+    gc.collect()  # or ds_gradfix, coming on late, could find the engine on one rank and not on the other
     return found
 
 

@@ -3,8 +3,8 @@
     sequence_parallel_losses.py CASES.json
 
 Two ranks share each sequence, by real Ulysses attention. Prints, as one line of JSON, a list: for each case, loss and
-parameter, the ratio of the gradient that the optimizer gets to the single-process gradient of the mean over all tokens of
-all sequences, and how far it is from being a multiple of it.
+parameter, the ratio of the gradient that the optimizer gets to the single-process gradient of the mean over all tokens
+of all sequences, and how far it is from being a multiple of it.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Net(nn.Module):
 def sequences(count: int) -> tuple[Tensor, Tensor]:
     """`count` sequences, one for each data-parallel replica, of unlike sizes, so that no two gradients are the same."""
     generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(count, LENGTH, WIDTH, generator=generator)
-    return inputs * (1 + torch.arange(count)).view(-1, 1, 1), torch.randint(CLASSES, (count, LENGTH), generator=generator)
+    inputs = torch.randn(count, LENGTH, WIDTH, generator=generator) * (1 + torch.arange(count)).view(-1, 1, 1)
+    return inputs, torch.randint(CLASSES, (count, LENGTH), generator=generator)
 
 
 class _GatherTokens(torch.autograd.Function):
@@ -117,9 +117,8 @@ def train(case: dict[str, Any], right: dict[str, Tensor]) -> dict[str, Any]:
     found: dict[str, Any] = {"report": ds_gradfix.report(engine) if case["on"] else None, "losses": {}}
     for name, loss in LOSSES.items():
         engine.backward(loss(engine(*own), group))
-        found["losses"][name] = {
-            key: compared(safe_get_full_grad(parameter), right[key]) for key, parameter in engine.module.named_parameters()
-        }
+        gradients = {key: safe_get_full_grad(parameter) for key, parameter in engine.module.named_parameters()}
+        found["losses"][name] = {key: compared(gradient, right[key]) for key, gradient in gradients.items()}
         engine.step()
     found["sizes"] = {key: gradient.numel() for key, gradient in right.items()}
     engine.destroy()

@@ -3,9 +3,9 @@
     train_with_transformers.py DIRECTORY
 
 Reads DIRECTORY/configs.json, a list of DeepSpeed configurations, and trains with each: one step of plain SGD with a
-learning rate of 1, so that what a parameter moved by is the gradient that the optimizer was given. Writes, on rank 0, the
-ratio of each parameter's gradient to the one that a single process computes from the whole sequence, and how far it is
-from being a multiple of it, to DIRECTORY/ratios.json. Knows nothing of ds-gradfix.
+learning rate of 1, so that what a parameter moved by is the gradient that the optimizer was given. Writes, on rank 0,
+the ratio of each parameter's gradient to the one that a single process computes from the whole sequence, and how far it
+is from being a multiple of it, to DIRECTORY/ratios.json. Knows nothing of ds-gradfix.
 """
 
 from __future__ import annotations
