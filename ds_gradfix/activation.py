@@ -274,7 +274,7 @@ def _install(module: types.ModuleType, late: bool) -> None:
             continue
         _state.slots[target] = slot
         for holder in slot.held_elsewhere:
-            log.warning("ds-gradfix: %s was captured before ds-gradfix was on and stays as it was in %s", target, holder)
+            log.warning("ds-gradfix: %s was captured before it was on and stays as it was in %s", target, holder)
 
 
 # ---------------------------------------------------------------------- configuration and engines

@@ -35,8 +35,8 @@ def exchange(
 ) -> Agreement:
     """Tell all ranks ``text`` under ``topic`` (the same on all ranks, used once) and hear theirs.
 
-    ``store`` is a torch.distributed store; ``timeout`` is TIMEOUT if not given. Every rank gets the same answer; one that hears nothing
-    from the first rank in time reports that one missing.
+    ``store`` is a torch.distributed store; ``timeout`` is TIMEOUT if not given. Every rank gets the same
+    answer; one that hears nothing from the first rank in time reports that one missing.
     """
     timeout = TIMEOUT if timeout is None else timeout
     store.set(f"{topic}/{rank}", text)

@@ -354,8 +354,8 @@ def _patch_summary(engagement: Engagement, proof: Proof | None, patch_id: str) -
 
 LOSSES = {
     "sum": "right where a rank's backward yields its own shard's part only (Megatron-DeepSpeed)",
-    "mean": "right where the loss is the mean of the rank's own shard, or is combined over the shards by a differentiable"
-    " all-gather (Transformers, the ALST recipe)",
+    "mean": "right where the loss is the mean of the rank's own shard, or is combined over the shards by a"
+    " differentiable all-gather (Transformers, the ALST recipe)",
 }
 
 

@@ -65,7 +65,9 @@ def _setting(read: Callable[[str, Any], Any], default: Any, doc: str) -> Any:
 class Settings:
     """Every setting, decided."""
 
-    only: tuple[str, ...] | None = _setting(_names, None, "Correct only with these patches; source of theirs that is not recognised is an error.")
+    only: tuple[str, ...] | None = _setting(
+        _names, None, "Correct only with these patches; source of theirs that is not recognised is an error."
+    )
     exclude: tuple[str, ...] = _setting(_names, (), "Leave these patches out.")
     force: tuple[str, ...] = _setting(
         _names, (), "Let these patches act on source that is not recognised. The self-check still decides."
@@ -80,10 +82,10 @@ class Settings:
     sequence_parallel_reduction: str | None = _setting(
         _one_of("sum", "mean"),
         None,
-        "What a mean does over the shards of a sequence, on every ZeRO stage alike. 'sum', DeepSpeed's own, is right where"
-        " each rank's backward yields only its own shard's part of the gradient (Megatron-DeepSpeed); 'mean' where the"
-        " loss is the mean of the rank's own shard, or combined over shards by a differentiable all-gather (Transformers,"
-        " the ALST recipe). By default a known framework's own loss decides, else 'sum'.",
+        "What a mean does over the shards of a sequence, on every ZeRO stage alike. 'sum', DeepSpeed's own, is right"
+        " where each rank's backward yields only its own shard's part of the gradient (Megatron-DeepSpeed); 'mean' where"
+        " the loss is the mean of the rank's own shard, or combined over shards by a differentiable all-gather"
+        " (Transformers, the ALST recipe). By default a known framework's own loss decides, else 'sum'.",
     )
 
     def selects(self, patch_id: str) -> bool:
@@ -156,7 +158,8 @@ def _no_such(name: str, known: Iterable[str], what: str) -> str:
 def read_section(section: Any) -> dict[str, Any]:
     """Check a configuration's ``"ds_gradfix"`` section."""
     if not isinstance(section, Mapping):
-        raise SettingsError(f'"{SECTION}": {section!r} is not allowed; it is an object, such as {{"self_check": "warn"}}')
+        example = '{"self_check": "warn"}'
+        raise SettingsError(f'"{SECTION}": {section!r} is not allowed; it is an object, such as {example}')
     if "force" in section:
         raise SettingsError(
             f'"{SECTION}": force: not allowed in a configuration, which is read when the patches are in place already;'

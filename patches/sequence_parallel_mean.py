@@ -1,4 +1,4 @@
-"""``sequence_parallel_reduction: "mean"``: the other convention, for losses that already yield S times a shard's part."""
+"""``sequence_parallel_reduction: "mean"``: the other convention, for losses that yield S times a shard's part."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def _measure(engine: Any) -> list[Measurement]:
 PATCH = Patch(
     id=ID,
     title="A mean over sequence shards as well, on every ZeRO stage",
-    symptom="With sequence parallelism of S and a loss that is the mean of the rank's own shard, or combined over shards"
-    " by a differentiable all-gather, ZeRO 0-2 gradients are S times too large; ZeRO-3's are right.",
-    cause="DeepSpeed sums over sequence shards in ZeRO 0-2 and in ZeRO-3's contiguous reduction, whatever the loss yields.",
+    symptom="With sequence parallelism of S and a loss that is the mean of the rank's own shard, or combined over"
+    " shards by a differentiable all-gather, ZeRO 0-2 gradients are S times too large; ZeRO-3's are right.",
+    cause="DeepSpeed sums over sequence shards in ZeRO 0-2 and in ZeRO-3's contiguous reduction, whatever the loss"
+    " yields.",
     fix='Where the convention is "mean", every reduction divides by the whole group.',
     upstream=("https://github.com/deepspeedai/DeepSpeed/issues/5248",),
     retire="When DeepSpeed has one convention on every stage, and a setting for the other.",

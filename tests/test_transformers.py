@@ -7,6 +7,7 @@ Runs in the environment that ds-gradfix is installed in, since its start-up file
 from __future__ import annotations
 
 import json
+import socket
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any
 import pytest
 from launching import RANKS, launch
 from packaging.version import Version
-from test_examples import free_port
 
 SCRIPT = "train_with_transformers.py"
 SUM = {"ds_gradfix": {"sequence_parallel_reduction": "sum"}}
@@ -38,6 +38,13 @@ def missing() -> str | None:
 
 
 needs_transformers = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
 
 
 @cache

@@ -13,7 +13,7 @@ from rich.text import Text
 from ds_gradfix.cli._screen import console
 from ds_gradfix.errors import GradfixError, RewriteError
 from ds_gradfix.installed import find_installed
-from ds_gradfix.registry import Correction, Finding, Rewrite, Verdict, discover, make_plan
+from ds_gradfix.registry import Correction, Finding, Rewrite, Steer, Verdict, discover, make_plan
 from ds_gradfix.settings import Settings
 from ds_gradfix.source import Function, diff, rewrite
 
@@ -47,6 +47,11 @@ def _show(screen: Console, correction: Correction, finding: Finding, forced: boo
     function = finding.function
     if function is None or finding.verdict in (Verdict.ABSENT, Verdict.FIXED):
         screen.print(f"Nothing to correct in {finding.target}: {finding.verdict.value}, {finding.reason}.")
+        return
+    if isinstance(correction, Steer):
+        _print_code(screen, Text(f"It sets, on an engine that needs it, what {finding.target} obeys:"))
+        for name, value in correction.values.items():
+            _print_code(screen, Text(f"    engine.{name} = {value!r}"))
         return
     verb = "rewrite" if isinstance(correction, Rewrite) else "replace"
     _print_code(screen, Text(f"{f'Forced, it would {verb}' if forced else f'It {verb}s'} {finding.target}:"))

@@ -24,7 +24,7 @@ class Model:
     frozen: tuple[str, ...] = ()
     """Names of parameters that do not require a gradient."""
     unused: tuple[int, ...] = ()
-    """Sizes, in elements, of the extra trainable parameters `unused.0`, `unused.1`, ... that take no part in the loss."""
+    """Sizes, in elements, of the trainable parameters `unused.0`, `unused.1`, ... that take no part in the loss."""
 
 
 @dataclass(frozen=True)

@@ -392,7 +392,7 @@ def chosen() -> Iterable[tuple[str, Callable[[], Gradients]]]:
 
     found = {**SCENARIOS, **EXACT} if RANKS == 2 else dict(EXACT)
     if RANKS == 2 and CORRECTED and Version(deepspeed.__version__.split("+")[0]) < Version("0.19.6"):
-        found.update(LATE)
+        found = {**LATE, **found}  # first, while no other scenario's engine can be left alive on one rank only
     only = sys.argv[2:]
     return [(name, scenario) for name, scenario in found.items() if not only or any(part in name for part in only)]
 
