@@ -213,7 +213,8 @@ def line(config: dict[str, Any], convention: str, because: str = "because") -> s
     facts = facts_from_config(config, 2, SHARDS, convention)
     engagement = Engagement(facts, Settings(), because, {}, {}, {})
     plan: Any = SimpleNamespace(installed=SimpleNamespace(deepspeed="0.19.8"))
-    return summary(engagement, None, plan)
+    said: str = summary(engagement, None, plan)
+    return said
 
 
 @pytest.mark.parametrize("convention, other", [("sum", "mean"), ("mean", "sum")])

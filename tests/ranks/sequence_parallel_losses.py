@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,8 @@ RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Causal attention over [batch, sequence, heads, width]."""
-    heads_first = [tensor.transpose(1, 2) for tensor in (query, key, value)]
-    return F.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2).contiguous()
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).contiguous()
 
 
 class Net(nn.Module):
@@ -80,21 +81,22 @@ class _GatherTokens(torch.autograd.Function):
         return torch.cat(shards)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.narrow(0, context.place * context.size, context.size), None
 
 
-LOSSES = {
+LOSSES: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "gathered tokens": lambda losses, group: _GatherTokens.apply(losses.flatten(), group).mean(),
     "own shard": lambda losses, group: losses.mean(),
     "gathered shards": lambda losses, group: gathered(losses.mean(), group).mean(),
 }
 
 
-def gathered(loss: Tensor, group: Any) -> Tensor:
+def gathered(loss: Tensor, group: Any) -> Any:
     """A differentiable all-gather: backward sums what all ranks want of this rank's loss."""
+    functional: Any = torch.distributed.nn.functional
     if torch.distributed.get_world_size(group) == RANKS:
-        return torch.stack(torch.distributed.nn.functional.all_gather(loss, group=group))
+        return torch.stack(functional.all_gather(loss, group=group))
     # The backward of the above takes a group's ranks for global ones, except over NCCL.
     return torch.distributed._functional_collectives.all_gather_tensor_autograd(loss.view(1), 0, group)
 

@@ -42,7 +42,6 @@ def model() -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=LENGTH,
-        attn_implementation="sdpa",
     )
     return LlamaForCausalLM(shape)
 
