@@ -381,8 +381,11 @@ def _raise_problems(settings: Settings) -> None:
 
 def _live_engines() -> list[Any]:
     engine_class = sys.modules[ENGINE_INIT.module].DeepSpeedEngine
+    gc.collect()  # a dead engine in a reference cycle, on some ranks only, would make them wait for the others
     # By type: asking a stranger for its class may run anything, and a dead weak proxy raises.
-    return [e for e in gc.get_objects() if issubclass(type(e), engine_class) and "optimizer" in vars(e)]
+    engines = [e for e in gc.get_objects() if issubclass(type(e), engine_class) and "optimizer" in vars(e)]
+    # The collector's order may differ between ranks, which prove their engines together, one after the other.
+    return sorted(engines, key=lambda e: [(name, tuple(param.shape)) for name, param in e.module.named_parameters()])
 
 
 # --------------------------------------------------------------------------------------- report

@@ -79,13 +79,13 @@ def _numel(param: Any) -> int:
     return int(getattr(param, "ds_numel", param.numel()))
 
 
-def convention_of(settings: Settings) -> tuple[str, str]:
+def convention_of(settings: Settings, sequence_parallel_size: int) -> tuple[str, str]:
     """What a mean does over sequence shards, and what decided it: the user, else the evidence of a
-    framework whose own loss is known, else DeepSpeed's own convention."""
+    framework whose own loss is known and that made this job's shards, else DeepSpeed's own convention."""
     if settings.sequence_parallel_reduction is not None:
         return settings.sequence_parallel_reduction, "set by sequence_parallel_reduction"
     parallelism = _accelerate_parallelism()
-    if getattr(parallelism, "sp_backend", None) == "deepspeed" and parallelism.sp_size > 1:
+    if getattr(parallelism, "sp_backend", None) == "deepspeed" and parallelism.sp_size == sequence_parallel_size > 1:
         return "mean", (
             f"Accelerate's parallelism config has sp_size={parallelism.sp_size}: the loss of Transformers' Trainer and"
             " of Accelerate's recipe is combined over the shards"
@@ -109,9 +109,9 @@ def engage(engine: Any, plan: Plan, settings: Settings) -> Engagement:
     Raises SettingsError where the job asks for an option that can't be had here, and for a convention
     over sequence shards that would mean nothing.
     """
-    convention, because = convention_of(settings)
+    convention, because = convention_of(settings, int(engine.sequence_parallel_size))
     facts = facts_of(engine, convention)
-    _check_convention(facts, settings)
+    check_convention(facts, settings)
     effects, left_out = {}, {}
     for entry in plan.entries:
         effect = entry.patch.affects(facts)
@@ -140,7 +140,7 @@ def refused_option(key: str, patch_id: str, reason: str) -> str:
     return f'"{key}": this DeepSpeed does not do what it asks for, and {patch_id}, which would, does not act: {reason}'
 
 
-def _check_convention(facts: Facts, settings: Settings) -> None:
+def check_convention(facts: Facts, settings: Settings) -> None:
     if facts.reduction_op == "sum" and settings.sequence_parallel_reduction is not None:
         raise SettingsError(
             f"sequence_parallel_reduction: {settings.sequence_parallel_reduction!r} has no meaning with"
@@ -364,18 +364,25 @@ def _convention_summary(engagement: Engagement) -> str:
     convention = engagement.facts.convention
     other = "mean" if convention == "sum" else "sum"
     return (
-        f"over sequence shards gradients are reduced by {convention} ({engagement.because}), {change(engagement.facts)}"
-        f" stock: {LOSSES[convention]}; sequence_parallel_reduction={other!r} is {LOSSES[other]}"
+        f"over sequence shards gradients are reduced by {convention} ({engagement.because}), {change(engagement.facts)}:"
+        f" {LOSSES[convention]}; sequence_parallel_reduction={other!r} is {LOSSES[other]}"
     )
 
 
 def change(facts: Facts) -> str:
     """What the convention in force does to this job's gradients, compared with stock."""
     shards = facts.sequence_parallel_size
-    stock_averages = facts.zero_stage == 3 and (facts.reduce_scatter or not facts.contiguous_gradients)
-    if facts.convention == "sum":
-        return f"x{shards} of" if stock_averages else "as in"
-    return "as in" if stock_averages else f"x1/{shards} of"
+    summed, averaged = ("as in stock", f"x{shards} of stock") if facts.convention == "sum" else (
+        f"x1/{shards} of stock",
+        "as in stock",
+    )
+    if facts.zero_stage != 3:
+        return summed
+    if facts.reduce_scatter or not facts.contiguous_gradients:
+        return averaged
+    if facts.largest_parameter is not None and facts.largest_parameter <= facts.reduce_bucket_size:
+        return summed
+    return f"{averaged} for parameters larger than reduce_bucket_size, {summed} for the others"
 
 
 def report(engine: Any) -> dict[str, Any]:

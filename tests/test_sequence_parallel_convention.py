@@ -165,12 +165,13 @@ def accelerate(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_by_default_it_is_deepspeeds_own() -> None:
-    assert convention_of(Settings()) == ("sum", "DeepSpeed's own convention, by default")
+    assert convention_of(Settings(), SHARDS) == ("sum", "DeepSpeed's own convention, by default")
 
 
 def test_the_parallelism_config_of_an_accelerator_is_evidence(accelerate: Any) -> None:
     accelerate(sp_backend="deepspeed", sp_size=4)
-    convention, because = convention_of(Settings())
+    assert convention_of(Settings(), 2)[0] == "sum", "another job's shards are no evidence"
+    convention, because = convention_of(Settings(), 4)
     assert convention == "mean"
     assert "Accelerate's parallelism config has sp_size=4" in because
 
@@ -186,14 +187,14 @@ def test_the_parallelism_config_of_an_accelerator_is_evidence(accelerate: Any) -
 )
 def test_no_other_parallelism_is(accelerate: Any, parallelism: dict[str, Any]) -> None:
     accelerate(**parallelism)
-    assert convention_of(Settings())[0] == "sum"
+    assert convention_of(Settings(), SHARDS)[0] == "sum"
 
 
 @pytest.mark.parametrize("convention", ["sum", "mean"])
 def test_a_setting_outranks_the_evidence(accelerate: Any, convention: str) -> None:
     accelerate(sp_backend="deepspeed", sp_size=2)
     settings = Settings(sequence_parallel_reduction=convention)
-    assert convention_of(settings) == (convention, "set by sequence_parallel_reduction")
+    assert convention_of(settings, SHARDS) == (convention, "set by sequence_parallel_reduction")
 
 
 def test_beside_a_sum_every_place_that_sets_it_is_refused() -> None:
@@ -223,8 +224,10 @@ def test_the_log_says_which_what_it_changes_and_who_wants_the_other(
     path: dict[str, Any], convention: str, other: str
 ) -> None:
     said = line({"zero_optimization": path}, convention)
-    change = {"sum": ("as in", "x2 of"), "mean": ("x1/2 of", "as in")}[convention][stock_averages(path, elements=1)]
-    assert f"gradients are reduced by {convention} (because), {change} stock: {WORDS[convention]}" in said
+    changes = {"sum": ("as in stock", "x2 of stock"), "mean": ("x1/2 of stock", "as in stock")}[convention]
+    small, large = (changes[stock_averages(path, elements=elements)] for elements in (1, 10**12))
+    change = small if small == large else f"{large} for parameters larger than reduce_bucket_size, {small} for the others"
+    assert f"gradients are reduced by {convention} (because), {change}: {WORDS[convention]}" in said
     assert f"sequence_parallel_reduction={other!r} is {WORDS[other]}" in said
 
 

@@ -25,7 +25,7 @@ from rich.text import Text
 from ds_gradfix import __version__, _boot
 from ds_gradfix.cli._job import CannotLook, add_size_arguments, job_size, read_config_file
 from ds_gradfix.cli._screen import console, print_hanging, print_json
-from ds_gradfix.engine import LOSSES, _check_convention, change, convention_of
+from ds_gradfix.engine import LOSSES, check_convention, change, convention_of
 from ds_gradfix.errors import GradfixError
 from ds_gradfix.facts import Facts, facts_from_config
 from ds_gradfix.installed import Installed, distribution_version, find_installed
@@ -367,9 +367,9 @@ def check_job(look: Look) -> Outcome:
     if look.installed.deepspeed_path is None:
         raise CannotLook("Without DeepSpeed there is no telling whether this job is affected")
     settings = _job_settings(look)
-    convention, because = convention_of(settings)
+    convention, because = convention_of(settings, job_size(look.config, look.ranks, look.sequence_parallel)[1])
     facts = job_facts(look, convention)
-    _check_convention(facts, settings)
+    check_convention(facts, settings)
     job = f"ZeRO-{facts.zero_stage}, {facts.group_size} ranks, sequence parallel {facts.sequence_parallel_size}"
     bites = [bite for entry in look.plan.entries if (bite := _bite(look, entry, facts))]
     details = [bite.words for bite in bites]
@@ -402,7 +402,7 @@ def _convention_words(facts: Facts, because: str, settings: Settings) -> list[st
     convention = facts.convention
     other = "mean" if convention == "sum" else "sum"
     words = [
-        f"Over sequence shards ds-gradfix reduces by {convention!r} ({because}), {change(facts)} stock:"
+        f"Over sequence shards ds-gradfix reduces by {convention!r} ({because}), {change(facts)}:"
         f" {LOSSES[convention]}.",
         f"sequence_parallel_reduction={other!r} is {LOSSES[other]}.",
     ]
