@@ -364,8 +364,8 @@ def _convention_summary(engagement: Engagement) -> str:
     convention = engagement.facts.convention
     other = "mean" if convention == "sum" else "sum"
     return (
-        f"over sequence shards gradients are reduced by {convention} ({engagement.because}), {change(engagement.facts)}:"
-        f" {LOSSES[convention]}; sequence_parallel_reduction={other!r} is {LOSSES[other]}"
+        f"over sequence shards gradients are reduced by {convention} ({engagement.because}),"
+        f" {change(engagement.facts)}: {LOSSES[convention]}; sequence_parallel_reduction={other!r} is {LOSSES[other]}"
     )
 
 

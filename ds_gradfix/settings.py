@@ -83,8 +83,8 @@ class Settings:
         _one_of("sum", "mean"),
         None,
         "What a mean does over the shards of a sequence, on every ZeRO stage alike. 'sum', DeepSpeed's own, is right"
-        " where each rank's backward yields only its own shard's part of the gradient (Megatron-DeepSpeed); 'mean' where"
-        " the loss is the mean of the rank's own shard, or combined over shards by a differentiable all-gather"
+        " where each rank's backward yields only its own shard's part of the gradient (Megatron-DeepSpeed); 'mean'"
+        " where the loss is the mean of the rank's own shard, or combined over shards by a differentiable all-gather"
         " (Transformers, the ALST recipe). By default a known framework's own loss decides, else 'sum'.",
     )
 

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 import textwrap
 import venv
@@ -434,3 +435,32 @@ def test_run_without_a_program_is_an_error(installed):
     done = installed.run("-m", "ds_gradfix", "run", path=[THIRD_PARTY])
     assert done.returncode == 2
     assert "SCRIPT" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words, seen",
+    [
+        (["{script}", "a", "--", "--c", "-m", "x"], ["a", "--", "--c", "-m", "x"]),
+        (["--", "{script}", "1"], ["1"]),
+        (["-m", "program", "a", "--", "--c"], ["a", "--", "--c"]),
+        (["-mprogram", "a", "b"], ["a", "b"]),
+        (["-m", "program", "--help"], ["--help"]),
+    ],
+)
+def test_run_leaves_the_programs_own_arguments_alone(tmp_path, words, seen):
+    script = tmp_path / "program.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    words = [word.format(script=script) for word in words]
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_gradfix", "run", *words], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, str(seen), "")
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [([], "give it a SCRIPT"), (["gone.py"], "there is no file 'gone.py'"), (["-x"], "there is no option '-x'")],
+)
+def test_run_says_what_it_can_not_run(words, said):
+    done = subprocess.run([sys.executable, "-m", "ds_gradfix", "run", *words], capture_output=True, text=True)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr

@@ -71,9 +71,28 @@ def test_a_rank_without_ds_gradfix_is_noticed_in_bounded_time() -> None:
     assert first["timed"]["seconds"] < 30
 
 
-def test_enabling_late_corrects_live_engines_and_disabling_leaves_them_stock() -> None:
-    for rank in map(results, launch("engines.py", "late")):
+@pytest.fixture(scope="module")
+def started_off() -> list[dict[str, Any]]:
+    """What two ranks say that turn ds-gradfix on themselves."""
+    return list(map(results, launch("engines.py", "reports", "late")))
+
+
+def test_enabling_late_corrects_live_engines_and_disabling_leaves_them_stock(started_off: list[dict[str, Any]]) -> None:
+    for rank in started_off:
         assert rank["late"]["ratios"] == [0.5, 1.0, 0.5]
+
+
+def test_the_report_says_which_reduction_is_in_force_and_where(started_off: list[dict[str, Any]]) -> None:
+    for rank in started_off:
+        mean, total = rank["reports"]["mean"], rank["reports"]["SUM"]
+        assert rank["reports"]["refusal"].startswith("GradfixError: this engine is not under ds-gradfix")
+        assert (mean["op"], mean["divisor"], mean["convention"]) == ("mean", 1.0, "sum")
+        assert (total["op"], total["divisor"], total["convention"]) == ("sum", 1.0, None)
+        assert list(mean["patches"]) == ["zero3-scatter-scale"] and list(total["patches"]) == ["zero3-sum-reduction"]
+        for said in (mean, total):
+            assert said["by"] == "ds-gradfix" and "__avg_scatter_grads" in said["where"]
+            assert (said["group_size"], said["sequence_parallel_size"]) == (2, 2)
+            assert said["param_groups"] == [{"parameters": 1, "elements": 12, "reduced_over": [2]}]
 
 
 def test_off_is_stock() -> None:

@@ -226,7 +226,8 @@ def test_the_log_says_which_what_it_changes_and_who_wants_the_other(
     said = line({"zero_optimization": path}, convention)
     changes = {"sum": ("as in stock", "x2 of stock"), "mean": ("x1/2 of stock", "as in stock")}[convention]
     small, large = (changes[stock_averages(path, elements=elements)] for elements in (1, 10**12))
-    change = small if small == large else f"{large} for parameters larger than reduce_bucket_size, {small} for the others"
+    mixed = f"{large} for parameters larger than reduce_bucket_size, {small} for the others"
+    change = small if small == large else mixed
     assert f"gradients are reduced by {convention} (because), {change}: {WORDS[convention]}" in said
     assert f"sequence_parallel_reduction={other!r} is {WORDS[other]}" in said
 

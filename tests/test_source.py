@@ -395,7 +395,7 @@ def other_pythons() -> dict[str, str]:
         version = said.stdout.strip()
         if not said.returncode and int(version.split(".")[0]) == 3 and int(version.split(".")[1]) >= 10:
             found.setdefault(version, python)
-    found.pop("%d.%d" % sys.version_info[:2], None)
+    found.pop(f"{sys.version_info.major}.{sys.version_info.minor}", None)
     return found
 
 

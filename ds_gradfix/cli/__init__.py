@@ -40,6 +40,11 @@ def main(argv: list[str] | None = None) -> int:
     to the program that runs.
     """
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["run"] and argv[1:2] not in (["-h"], ["--help"]):
+        # Not through argparse, which takes a program's own `--` and options for itself.
+        from ds_gradfix.cli import run
+
+        return run.run(argparse.Namespace(arguments=argv[1:]))
     name = next((argument for argument in argv if argument in COMMANDS), None)
     module = importlib.import_module(COMMANDS[name].module, __name__) if name else None
     parser = argparse.ArgumentParser("ds-gradfix", description=DESCRIPTION, allow_abbrev=False)
@@ -53,7 +58,5 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return int(module.run(args))
     except GradfixError as error:
-        if name == "run":
-            raise
         print(f"ds-gradfix {name}: {error}", file=sys.stderr)
         return 2

@@ -25,26 +25,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "%(prog)s [-h] [-m MODULE | SCRIPT] ARGS..."
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="the module to run, and its arguments")
-    parser.add_argument("script", nargs=argparse.REMAINDER, help="the script to run, and its arguments")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program and its arguments")
 
 
 def run(args: argparse.Namespace) -> int:
     """Activate ds-gradfix and run the program in this process. Its exit and its exceptions pass through."""
-    program = args.module or args.script
-    if not program:
-        print("ds-gradfix run: give it a SCRIPT, or -m MODULE", file=sys.stderr)
+    words = list(args.arguments)
+    if words[:1] == ["--"]:
+        del words[0]
+    is_module = bool(words) and words[0].startswith("-m")
+    if is_module:
+        # As Python itself takes it: `-m module` or `-mmodule`, and everything behind it is the program's.
+        words[:1] = [words[0][2:]] if words[0] != "-m" else []
+    problem = _problem(words, is_module)
+    if problem:
+        print(f"ds-gradfix run: {problem}", file=sys.stderr)
         return 2
     os.environ[_boot.VARIABLE] = "1"
     _boot.install("ds-gradfix run")
-    sys.argv[:] = program
-    if args.module:
+    sys.argv[:] = words
+    if is_module:
         _replace_path_entry(os.getcwd())
-        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     else:
-        _replace_path_entry(os.path.dirname(os.path.realpath(program[0])))
-        runpy.run_path(program[0], run_name="__main__")
+        _replace_path_entry(os.path.dirname(os.path.realpath(words[0])))
+        runpy.run_path(words[0], run_name="__main__")
     return 0
+
+
+def _problem(words: list[str], is_module: bool) -> str | None:
+    if not words:
+        return "give it a SCRIPT, or -m MODULE"
+    if not is_module and words[0].startswith("-"):
+        return f"there is no option {words[0]!r}; allowed before the program is -m alone"
+    if not is_module and not os.path.exists(words[0]):
+        return f"there is no file {words[0]!r}"
+    return None
 
 
 def _replace_path_entry(directory: str) -> None:

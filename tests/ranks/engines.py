@@ -164,6 +164,22 @@ def timed() -> dict[str, Any]:
     return {"said": said, "seconds": time.monotonic() - started}
 
 
+def reports() -> dict[str, Any]:
+    """ds_gradfix.report of an engine with each op, and of an engine from before ds-gradfix was on."""
+    import ds_gradfix
+
+    old = engine(config())
+    try:
+        ds_gradfix.report(old)
+        refusal = "none"
+    except Exception as error:
+        refusal = f"{type(error).__name__}: {error}"
+    ds_gradfix.enable()
+    made = {op: ds_gradfix.report(engine(config(gradient_allreduce_op=op))) for op in ("mean", "SUM")}
+    ds_gradfix.disable()
+    return {"refusal": refusal, **made}
+
+
 def plain() -> dict[str, Any]:
     return {"ratio": round(ratio(engine(config())), 6)}
 
@@ -185,6 +201,7 @@ def main() -> None:
         "trace": trace,
         "raising": raising,
         "late": late,
+        "reports": reports,
         "timed": timed,
         "plain": plain,
     }
