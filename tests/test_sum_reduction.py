@@ -243,7 +243,8 @@ def test_a_release_that_ignores_the_key(release: str) -> None:
     cases = core(2)
     ignored = [one for one in cases if one.sequence_parallel == 1 and not one.config.get("gradient_predivide_factor")]
     for result in measure(ignored, corrected=False, env=env):
-        assert set(result.ratios.values()) - {None} == pytest.approx({0.5}, rel=0.05), (result.case.name, result.error)
+        ratios = [ratio for ratio in result.ratios.values() if ratio is not None]
+        assert ratios == pytest.approx([0.5] * len(ratios), rel=0.05), (result.case.name, result.error)
     *summed, one, two = measure([*cases, case(1, APART), case(2, APART)], corrected=True, env=env)
     for result in summed:
         assert result.versions["deepspeed"].startswith(release)
