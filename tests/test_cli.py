@@ -486,6 +486,23 @@ def test_a_deepspeed_whose_source_nobody_knows(examine, config, environment, dee
     assert checks["job"]["to_do"] == [f"ds-gradfix verify {path}"]
 
 
+@pytest.mark.parametrize(
+    ("op", "zero", "status", "said"),
+    [
+        ("sum", {"stage": 1}, "ok", "this DeepSpeed does what it asks for by itself"),
+        ("SUM", {"stage": 3}, "ok", "corrected by zero3-sum-reduction"),
+        ("sum", {"stage": 3, "zero_quantized_gradients": True}, "act", "zero_quantized_gradients"),
+        ("avg", {"stage": 3}, "act", "allowed are"),
+    ],
+)
+def test_a_job_that_asks_for_a_sum(examine, config, environment, op, zero, status, said):
+    environment.setenv("DS_GRADFIX", "1")
+    path = config({"gradient_allreduce_op": op, "zero_optimization": zero})
+    _, checks = examine("--config", path)
+    assert checks["job"]["status"] == status
+    assert said in " ".join([checks["job"]["summary"], *checks["job"]["details"]])
+
+
 # --- list
 
 

@@ -26,7 +26,7 @@ from ds_gradfix import __version__, _boot
 from ds_gradfix.cli._job import CannotLook, add_size_arguments, job_size, read_config_file
 from ds_gradfix.cli._screen import console, print_hanging, print_json
 from ds_gradfix.engine import LOSSES, check_convention, change, convention_of
-from ds_gradfix.errors import GradfixError
+from ds_gradfix.errors import GradfixError, SettingsError
 from ds_gradfix.facts import Facts, facts_from_config
 from ds_gradfix.installed import Installed, distribution_version, find_installed
 from ds_gradfix.preprocess import section_of
@@ -372,7 +372,7 @@ def check_job(look: Look) -> Outcome:
     check_convention(facts, settings)
     job = f"ZeRO-{facts.zero_stage}, {facts.group_size} ranks, sequence parallel {facts.sequence_parallel_size}"
     bites = [bite for entry in look.plan.entries if (bite := _bite(look, entry, facts))]
-    details = [bite.words for bite in bites]
+    details = [*_native_options(look), *(bite.words for bite in bites)]
     details += _convention_words(facts, because, settings)
     if look.ranks is None:
         details.append(f"Taken as a job of {facts.group_size} ranks; --ranks N says otherwise.")
@@ -385,6 +385,21 @@ def check_job(look: Look) -> Outcome:
     if to_do:
         return Outcome(ACT, f"{job}: affected, and not corrected", details, to_do, data)
     return Outcome(OK, f"{job}: affected, and corrected", details, data=data)
+
+
+def _native_options(look: Look) -> list[str]:
+    """The options that the job asks for and this DeepSpeed has by itself. Raises SettingsError for a value that is not
+    allowed, and for an option that this configuration can't have."""
+    native = []
+    for entry in look.plan.entries:
+        option = entry.patch.option
+        if option is None or not option.asked(look.config):
+            continue
+        if refusal := option.refuse(look.config):
+            raise SettingsError(refusal)
+        if entry.verdict is Verdict.FIXED:
+            native.append(f'"{option.key}": this DeepSpeed does what it asks for by itself, and its code is left alone.')
+    return native
 
 
 def _job_settings(look: Look) -> Settings:
