@@ -398,7 +398,7 @@ def _native_options(look: Look) -> list[str]:
         if refusal := option.refuse(look.config):
             raise SettingsError(refusal)
         if entry.verdict is Verdict.FIXED:
-            native.append(f'"{option.key}": this DeepSpeed does what it asks for by itself, and its code is left alone.')
+            native.append(f'"{option.key}": this DeepSpeed does what it asks for by itself; its code runs untouched.')
     return native
 
 
