@@ -38,7 +38,7 @@ from ds_gradfix.registry import (
     insist,
     make_plan,
 )
-from ds_gradfix.settings import Settings, resolve
+from ds_gradfix.settings import ARGUMENT, Settings, read_values, resolve
 from ds_gradfix.source import recompile, rewrite
 
 log = logging.getLogger("ds_gradfix")
@@ -106,6 +106,7 @@ def enable_from_environment() -> None:
 
 def _enable(arguments: dict[str, Any]) -> None:
     with _lock:
+        arguments = read_values(arguments, ARGUMENT)  # read once: an iterator is empty the second time
         settings = resolve(arguments, os.environ)
         if _state.enabled and (settings, arguments) == (_state.settings, _state.arguments):
             return

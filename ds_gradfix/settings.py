@@ -20,6 +20,7 @@ from ds_gradfix.errors import SettingsError
 
 SECTION = "ds_gradfix"
 VARIABLE_PREFIX = "DS_GRADFIX_"
+ARGUMENT = "enable() argument "
 OFF_WORDS = ("", "0", "off", "false", "no")
 ON_WORDS = ("1", "on", "true", "yes")
 
@@ -141,7 +142,7 @@ def resolve(
         **{
             **read_section(section or {}),
             **read_environment(environ),
-            **read_values(arguments, "enable() argument "),
+            **read_values(arguments, ARGUMENT),
         }
     )
 

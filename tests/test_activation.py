@@ -424,3 +424,14 @@ def test_an_unknown_deepspeed_is_left_alone_and_a_configuration_that_insists_is_
 def finished(process: subprocess.CompletedProcess[str]) -> None:
     assert process.returncode == 0, process.stderr[-3000:]
     assert process.stdout.rstrip().endswith("finished"), "the script came to its end"
+
+
+def test_an_iterator_of_names_is_read_once() -> None:
+    script = (
+        "import ds_gradfix; from ds_gradfix import activation\n"
+        "ds_gradfix.enable(only=iter(['zero3-scatter-scale']))\n"
+        "ds_gradfix.enable(only=['zero3-scatter-scale'])\n"
+        "print(activation._state.arguments, ds_gradfix.status()['settings']['only'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "{'only': ('zero3-scatter-scale',)} ('zero3-scatter-scale',)"
