@@ -117,8 +117,9 @@ def _enable(arguments: dict[str, Any]) -> None:
         _state.enabled, _state.arguments, _state.settings, _state.plan = True, arguments, settings, plan
         _show_log()
         _say_what_is_left_alone(plan, settings)
-        late = {target.module for target in _makers() if target.module in sys.modules}
-        for module in sorted({target.module for target in _makers()}):
+        modules = sorted({target.module for target in _makers()})
+        late = {module for module in modules if module in sys.modules}
+        for module in modules:
             if module in late:
                 _install(sys.modules[module], late=True)
             elif module not in _state.hooked:
@@ -316,8 +317,8 @@ def _options(parsed: Mapping[str, Any], section: Mapping[str, Any]) -> list[Opti
             raise SettingsError(refusal)
         if entry.verdict is Verdict.FIXED:
             continue  # DeepSpeed has it by itself
-        if not entry.act or not settings.selects(entry.patch.id):
-            reason = entry.reason if not entry.act else f"left out by {settings.why_not_selected(entry.patch.id)}"
+        reason = entry.why_not(settings)
+        if reason is not None:
             raise SettingsError(refused_option(option.key, entry.patch.id, reason))
         wanted.append(option)
     return wanted

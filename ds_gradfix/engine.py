@@ -121,10 +121,10 @@ def engage(engine: Any, plan: Plan, settings: Settings) -> Engagement:
         refusal = option.refuse_engine(engine) if option else None
         if refusal:
             raise SettingsError(refusal)
-        if entry.act and settings.selects(entry.patch.id):
+        reason = entry.why_not(settings)
+        if reason is None:
             effects[entry.patch.id] = effect
         elif entry.verdict in (Verdict.DEFECTIVE, Verdict.UNRECOGNISED):
-            reason = entry.reason if not entry.act else f"left out by {settings.why_not_selected(entry.patch.id)}"
             if option:
                 raise SettingsError(refused_option(option.key, entry.patch.id, reason))
             left_out[entry.patch.id] = f"{effect.words}, and {entry.patch.id} does not correct it: {reason}"

@@ -238,6 +238,12 @@ class Entry:
     act: bool
     reason: str
 
+    def why_not(self, settings: Settings) -> str | None:
+        """Why these settings leave the patch out of force, None if they let it act."""
+        if not self.act:
+            return self.reason
+        return None if settings.selects(self.patch.id) else f"left out by {settings.why_not_selected(self.patch.id)}"
+
     def corrections(self) -> tuple[tuple[Correction, Finding], ...]:
         """What goes in, with what it goes into: nothing where the patch does not act."""
         pairs = zip(self.patch.corrections, self.findings, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -58,3 +59,11 @@ def launch(
                 log.seek(0)
                 ended.append(Ended(status, log.read()))
         return ended
+
+
+def free_port() -> int:
+    """A port for a launcher that needs one."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -6,12 +6,12 @@ Runs in the environment that ds-gradfix is installed in, since its start-up file
 import importlib.util
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launching import free_port
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SCRIPT = EXAMPLES / "train_sequence_parallel.py"
@@ -49,12 +49,6 @@ def launch(launcher, *arguments, **environment):
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def test_summed_gradients_train_as_averaged_ones_do(tmp_path):

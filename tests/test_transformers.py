@@ -7,7 +7,6 @@ Runs in the environment that ds-gradfix is installed in, since its start-up file
 from __future__ import annotations
 
 import json
-import socket
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from launching import RANKS, launch
+from launching import RANKS, free_port, launch
 from packaging.version import Version
 
 SCRIPT = "train_with_transformers.py"
@@ -38,13 +37,6 @@ def missing() -> str | None:
 
 
 needs_transformers = pytest.mark.skipif(missing() is not None, reason=str(missing()))
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @cache
