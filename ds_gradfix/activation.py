@@ -56,6 +56,8 @@ class _State:
     enabled: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
     settings: Settings = field(default_factory=Settings)
+    last_settings: Settings = field(default_factory=Settings)
+    """The same under the section of the configuration that was read last: the one of an engine in the making."""
     plan: Plan | None = None
     slots: dict[Target, slots.Slot] = field(default_factory=dict)
     problems: dict[Target, str] = field(default_factory=dict)
@@ -115,6 +117,7 @@ def _enable(arguments: dict[str, Any]) -> None:
         if _state.enabled:
             disable()
         _state.enabled, _state.arguments, _state.settings, _state.plan = True, arguments, settings, plan
+        _state.last_settings = settings
         _show_log()
         _say_what_is_left_alone(plan, settings)
         modules = sorted({target.module for target in _makers()})
@@ -127,7 +130,7 @@ def _enable(arguments: dict[str, Any]) -> None:
                 wrapt.register_post_import_hook(_on_import, module)
         if ENGINE_INIT.module in late:
             for engine in _live_engines():
-                _on_engine(engine)
+                _on_engine(engine, late=True)
 
 
 def disable() -> None:
@@ -234,13 +237,14 @@ def _corrections(plan: Plan) -> dict[Target, tuple[Replace | Rewrite, Finding, f
 
 def _maker(correction: Replace | Rewrite, finding: Finding, ids: frozenset[str]) -> Maker:
     def with_module(module: types.ModuleType) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        dispatcher = _early_dispatcher if correction.early else _dispatcher
         if isinstance(correction, Replace):
-            return lambda original: _dispatcher(ids, original, correction.body)
+            return lambda original: dispatcher(ids, original, correction.body)
         assert finding.function is not None
         corrected = rewrite(finding.function, correction.rules)
         label = f"{'+'.join(sorted(ids))} {correction.target}"
         function = recompile(corrected, module, correction.helper, label)
-        return lambda original: _dispatcher(ids, original, lambda _, __, *args, **kwargs: function(*args, **kwargs))
+        return lambda original: dispatcher(ids, original, lambda _, __, *args, **kwargs: function(*args, **kwargs))
 
     return with_module
 
@@ -253,6 +257,19 @@ def _dispatcher(ids: frozenset[str], original: Callable[..., Any], body: Callabl
         if engagement is None or ids.isdisjoint(engagement.effects):
             return original(self, *args, **kwargs)
         return body(engagement, original, self, *args, **kwargs)
+
+    return dispatch
+
+
+def _early_dispatcher(
+    ids: frozenset[str], original: Callable[..., Any], body: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Runs DeepSpeed's own function unless the configuration that was read last lets one of the patches act."""
+
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        if not _state.enabled or not any(map(_state.last_settings.selects, ids)):
+            return original(*args, **kwargs)
+        return body(None, original, *args, **kwargs)
 
     return dispatch
 
@@ -305,7 +322,7 @@ def _options(parsed: Mapping[str, Any], section: Mapping[str, Any]) -> list[Opti
     """The options that a configuration asks for and a patch brings. Raises SettingsError for one that
     it can't have, before DeepSpeed reads it: the same on all ranks, since the configuration is."""
     assert _state.plan is not None
-    settings = resolve(_state.arguments, os.environ, section)
+    settings = _state.last_settings = resolve(_state.arguments, os.environ, section)
     _raise_problems(settings)
     wanted = []
     for entry in _state.plan.entries:
@@ -333,14 +350,14 @@ def _wrap_engine_init(original: Callable[..., Any]) -> Callable[..., Any]:
     return init
 
 
-def _on_engine(engine: Any) -> None:
+def _on_engine(engine: Any, late: bool = False) -> None:
     plan = _state.plan
     assert plan is not None
     settings = _engine_settings(engine)
     _raise_problems(settings)
     _state.engines_seen += 1
     try:
-        engagement = engage(engine, plan, settings)
+        engagement = engage(engine, plan, settings, late)
     except GradfixError:
         raise
     except Exception as error:

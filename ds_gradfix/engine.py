@@ -65,7 +65,28 @@ def facts_of(engine: Any, convention: str = "sum") -> Facts:
         convention=convention,
         partition_sizes=tuple(sorted({dist.get_world_size(group=g) for g in groups.values()})),
         largest_parameter=max(map(_numel, engine.module.parameters()), default=0),
+        dtype=_dtype(engine),
+        gradient_accumulation_steps=int(engine.gradient_accumulation_steps()),
+        gradient_clipping=float(engine.gradient_clipping()),
+        grad_accum_dtype=getattr(config, "grad_accum_dtype", None),
+        dynamic_loss_scale=bool(engine.fp16_enabled() and engine.dynamic_loss_scale()),
+        offload_optimizer=bool(engine.zero_cpu_offload()),
+        experts=bool(engine.has_moe_layers),
+        folded_experts=_folds(engine),
+        model_parallel_size=int(engine.mp_world_size),
+        pipeline_stages=int(getattr(engine, "num_stages", 1)),
+        sparse_gradients=any(getattr(module, "sparse", False) for module in engine.module.modules()),
     )
+
+
+def _dtype(engine: Any) -> str:
+    return "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
+
+
+def _folds(engine: Any) -> bool:
+    """Whether tensor-parallel peers own different routed experts (AutoEP folded with AutoTP)."""
+    families = {getattr(param, "ds_zero_placement_family", None) for param in engine.module.parameters()}
+    return "autoep_expert" in families and int(engine.mp_world_size) > 1
 
 
 def _reduction_op(config: Any) -> str:
@@ -103,8 +124,12 @@ def _accelerate_parallelism() -> Any:
     return (getattr(state, "_shared_state", None) or {}).get("parallelism_config")
 
 
-def engage(engine: Any, plan: Plan, settings: Settings) -> Engagement:
-    """Decide which patches are in force for an engine, and let its slots know.
+TOO_LATE = "this engine was made before ds-gradfix was on: make it again"
+
+
+def engage(engine: Any, plan: Plan, settings: Settings, late: bool = False) -> Engagement:
+    """Decide which patches are in force for an engine, and let its slots know. ``late``: the engine is older than
+    ds-gradfix, and what acts while one is made has not.
 
     Raises SettingsError where the job asks for an option that can't be had here, and for a convention
     over sequence shards that would mean nothing.
@@ -121,7 +146,7 @@ def engage(engine: Any, plan: Plan, settings: Settings) -> Engagement:
         refusal = option.refuse_engine(engine) if option else None
         if refusal:
             raise SettingsError(refusal)
-        reason = entry.why_not(settings)
+        reason = entry.why_not(settings) or (TOO_LATE if late and entry.patch.early else None)
         if reason is None:
             effects[entry.patch.id] = effect
         elif entry.verdict in (Verdict.DEFECTIVE, Verdict.UNRECOGNISED):

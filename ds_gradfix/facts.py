@@ -21,7 +21,9 @@ class Facts:
     (data-parallel replicas times sequence shards); ``partition_sizes`` are the sizes of all the
     groups that hold partitions (several with expert parallelism); ``largest_parameter`` is in
     elements, None where no model is at hand. ``convention`` says what a mean does over sequence
-    shards: see :func:`ds_gradfix.reduction.gradient_scale`.
+    shards: see :func:`ds_gradfix.reduction.gradient_scale`. ``dtype`` is ``"fp32"``, ``"fp16"`` or ``"bf16"``;
+    ``gradient_clipping`` is None where the configuration leaves it to DeepSpeed's default, which differs between
+    releases. What only a model shows (experts, pipeline stages, sparse gradients) is at its default without one.
     """
 
     zero_stage: int
@@ -36,6 +38,17 @@ class Facts:
     convention: str = "sum"
     partition_sizes: tuple[int, ...] = ()
     largest_parameter: int | None = None
+    dtype: str = "fp32"
+    gradient_accumulation_steps: int = 1
+    gradient_clipping: float | None = None
+    grad_accum_dtype: str | None = None
+    dynamic_loss_scale: bool = False
+    offload_optimizer: bool = False
+    experts: bool = False
+    folded_experts: bool = False
+    model_parallel_size: int = 1
+    pipeline_stages: int = 1
+    sparse_gradients: bool = False
 
     @property
     def all_group_sizes(self) -> frozenset[int]:
@@ -64,7 +77,16 @@ def facts_from_config(
         except (TypeError, ValueError, OverflowError) as error:
             raise SettingsError(f'"{key}": {found!r} is not allowed; it is a {type(default).__name__}') from error
 
+    def section(parent: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+        found = next((parent[key] for key in keys if parent.get(key) is not None), {})
+        return found if isinstance(found, Mapping) else {}
+
     stage = value(zero, "stage", 0)
+    fp16, bf16 = section(config, "fp16"), section(config, "bf16", "bfloat16")
+    half = "fp16" if value(fp16, "enabled", False) else "bf16" if value(bf16, "enabled", False) else "fp32"
+    experts = value(section(config, "expert_parallel"), "enabled", False)
+    tensor_parallel = value(section(config, "tensor_parallel"), "autotp_size", 1)
+    clipping = config.get("gradient_clipping")
     return Facts(
         zero_stage=stage,
         group_size=ranks,
@@ -76,4 +98,13 @@ def facts_from_config(
         prescale_gradients=value(config, "prescale_gradients", False),
         reduction_op=value(config, "gradient_allreduce_op", "mean").lower(),
         convention=convention,
+        dtype=half,
+        gradient_accumulation_steps=value(config, "gradient_accumulation_steps", 1),
+        gradient_clipping=None if clipping in (None, "auto") else value(config, "gradient_clipping", 0.0),
+        grad_accum_dtype=section(config, "data_types").get("grad_accum_dtype"),
+        dynamic_loss_scale=half == "fp16" and value(fp16, "loss_scale", 0.0) == 0.0,
+        offload_optimizer=section(zero, "offload_optimizer").get("device") in ("cpu", "nvme"),
+        experts=experts,
+        folded_experts=experts and tensor_parallel > 1,
+        model_parallel_size=max(1, tensor_parallel),
     )

@@ -5,14 +5,19 @@ sequence-parallel size and g_r rank r's gradient (already divided by the accumul
 
     mean: (S / D) * sum_r g_r        sum: sum_r g_r
 
-Everything below follows from :func:`gradient_scale`, the one place that decides the divisor.
+Everything about it follows from :func:`gradient_scale`, the one place that decides the divisor.
+
+Invariants 2 and 3. The norm counts every distinct logical element once, wherever it lives, and is the same number on
+every rank (:func:`sharded_norm`); every gradient is multiplied by min(1, clip / (norm + 1e-6))
+(:func:`clip_coefficient`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -143,6 +148,105 @@ def reduce_scatter_coalesced(
         partitions.append(partition.narrow(0, offset, own))
         offset += size
     return partitions
+
+
+# --------------------------------------------------------------------------------------- norms
+
+
+@dataclass(frozen=True)
+class NormPart:
+    """Some of the elements of one global norm, as one rank holds them.
+
+    ``tensors`` are dense, of any shape, floating dtype and device, several if need be; a view says which elements of a
+    buffer count. A norm that was taken before is a tensor of one element. ``groups`` are the process groups over which
+    the part's ranks hold *different* elements: one for a partition, two for a partition of an expert (its replicas'
+    group and the expert-parallel group); two must cross like the rows and columns of a grid. ``counts`` is False on a
+    rank that holds copies of what another rank counts: it takes part in the collectives, with nothing.
+    """
+
+    tensors: Sequence[Tensor]
+    groups: Sequence[Any] = ()
+    counts: bool = True
+
+
+AllReduce = Callable[["Tensor", Any, str], object]
+"""``(tensor, group, op)``: reduce a one-dimensional tensor in place over a process group, op ``"sum"`` or ``"max"``."""
+
+
+def torch_all_reduce(tensor: Tensor, group: Any, op: str) -> None:
+    """:data:`AllReduce` by torch.distributed."""
+    import torch.distributed as dist
+
+    dist.all_reduce(tensor, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=group)
+
+
+def sharded_norm(
+    parts: Sequence[NormPart],
+    device: torch.device | str,
+    dtype: torch.dtype,
+    norm_type: float = 2.0,
+    all_reduce: AllReduce = torch_all_reduce,
+) -> Tensor:
+    """The ``norm_type``-norm over every part on every rank: a tensor of no dimension, float32 on ``device``.
+
+    Every rank of a group must call this with the same groups in the same order of parts, since it takes part in one
+    all-reduce for each distinct group of more than one rank (packed: however many parts there are). Powers are summed
+    and reduced on ``device`` in ``dtype`` (DeepSpeed's norm dtype is float64 where the device has it). The host waits
+    for nothing. Where any element is not finite, the norm is not finite either.
+    """
+    import torch
+
+    members = {_ranks_of(group): group for part in parts for group in part.groups}
+    merged: dict[tuple[Hashable, ...], list[Tensor]] = {}
+    for part in parts:
+        held = merged.setdefault(tuple(sorted({_ranks_of(group) for group in part.groups}, key=repr)), [])
+        held.extend(tensor for tensor in part.tensors if part.counts)
+    powers = [_power_sum(held, device, dtype, norm_type) for held in merged.values()]
+    op = "max" if math.isinf(norm_type) else "sum"
+    for ranks, group in members.items():
+        if len(ranks) > 1:
+            crossing = [index for index, over in enumerate(merged) if ranks in over]
+            packed = torch.stack([powers[index] for index in crossing])
+            all_reduce(packed, group, op)
+            for index, power in zip(crossing, packed.unbind(), strict=True):
+                powers[index] = power
+    if not powers:
+        return torch.zeros((), device=device)
+    total = torch.stack(powers).max() if op == "max" else torch.stack(powers).sum().pow(1.0 / norm_type)
+    return total.float()
+
+
+def _ranks_of(group: Any) -> tuple[int, ...]:
+    """What makes two process groups the same for a reduction."""
+    import torch.distributed as dist
+
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _power_sum(tensors: Iterable[Tensor], device: torch.device | str, dtype: torch.dtype, norm_type: float) -> Tensor:
+    """Sum of ``|element| ** norm_type`` (the maximum for inf), fused for all tensors of one device and dtype."""
+    import torch
+
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            alike.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
+    sums = []
+    for same in alike.values():
+        norms = torch.stack(torch._foreach_norm(same, norm_type, dtype=dtype))
+        power = norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+        sums.append(power.to(device, non_blocking=True))
+    if not sums:
+        return torch.zeros((), dtype=dtype, device=device)
+    return torch.stack(sums).max() if math.isinf(norm_type) else torch.stack(sums).sum()
+
+
+def clip_coefficient(norm: Tensor, clip: float) -> Tensor:
+    """``min(1, clip / (norm + 1e-6))`` on the norm's device; NaN, no finite number, where the norm is not finite."""
+    import torch
+
+    coefficient = (clip / (norm + 1e-6)).clamp(max=1.0)
+    return torch.where(torch.isfinite(norm), coefficient, torch.full_like(coefficient, math.nan))
 
 
 # ------------------------------------------------------------- known numbers for self-checks

@@ -56,23 +56,25 @@ class Replace:
     """A correction that is a plain function.
 
     For an engaged object ``body(engagement, original, *args, **kwargs)`` runs in place of the
-    installed function, and may call it.
+    installed function, and may call it. ``early``: see :data:`Correction`.
     """
 
     target: Target
     body: Callable[..., Any]
+    early: bool = False
 
 
 @dataclass(frozen=True)
 class Rewrite:
     """A correction that edits the installed function's own syntax tree; see :class:`Rule`.
 
-    The rewritten text sees ``helper`` as ``_ds_gradfix``.
+    The rewritten text sees ``helper`` as ``_ds_gradfix``. ``early``: see :data:`Correction`.
     """
 
     target: Target
     rules: tuple[Rule, ...]
     helper: object
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,9 @@ class Steer:
 
 
 Correction = Replace | Rewrite | Steer
+"""An ``early`` one is for what runs before there is an engine to engage: while an engine is being made, or in a
+plain function. It is in force for every caller as soon as it is in place and the settings let its patch act, gets
+None as its engagement, and so decides by its arguments alone where the defect bites."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,8 @@ class Patch:
     doctor and the engine ask the same function. ``measure(engine)`` puts known numbers through the
     engine's functions as they stand, whoever made them. Two patches may share a correction: then
     it is installed once, and is in force for an engine if either patch is. ``fingerprints`` gives
-    for every target the known sources with their verdict.
+    for every target the known sources with their verdict. ``needs`` are functions without which the defect
+    can't bite: a release that lacks one of them has the patch ``absent``.
     """
 
     id: str
@@ -159,10 +165,16 @@ class Patch:
     measure: Callable[[Any], Sequence[Measurement]]
     fingerprints: Mapping[str, Mapping[str, Verdict]] = field(default_factory=dict)
     option: Option | None = None
+    needs: tuple[Target, ...] = ()
 
     @property
     def targets(self) -> tuple[Target, ...]:
         return tuple(correction.target for correction in self.corrections)
+
+    @property
+    def early(self) -> bool:
+        """Whether it acts while an engine is being made: too late for one that exists already."""
+        return any(not isinstance(correction, Steer) and correction.early for correction in self.corrections)
 
 
 # ---------------------------------------------------------------------------------- discovery
@@ -287,7 +299,7 @@ def make_plan(installed: Installed, patches: Sequence[Patch], settings: Settings
     asked for by name (``only``), or any patch in strict mode, because a source is unrecognised.
     """
     check_names(settings, patches)
-    functions = _read_functions(installed, {t for patch in patches for t in patch.targets})
+    functions = _read_functions(installed, {t for patch in patches for t in (*patch.targets, *patch.needs)})
     plan = Plan(installed, tuple(_entry(installed, patch, settings, functions) for patch in patches))
     insist(plan, settings)
     return plan
@@ -331,19 +343,30 @@ def _finding(installed: Installed, patch: Patch, target: Target, function: Funct
     if function is None:
         if installed.deepspeed_path is None:
             return Finding(target, Verdict.ABSENT, "DeepSpeed is not installed")
-        if installed.release is not None and installed.release <= newest_known_release():
+        if _known(installed):
             return Finding(target, Verdict.ABSENT, "this release does not have it")
         return Finding(target, Verdict.UNRECOGNISED, "it is not where every known release that has it keeps it")
     mark = fingerprint(function.node)
     verdict = patch.fingerprints.get(str(target), {}).get(mark, Verdict.UNRECOGNISED)
-    reason = f"source {mark}" if verdict is not Verdict.UNRECOGNISED else f"its source ({mark}) is not one we know"
+    reason = f"source {mark}"
+    if verdict is Verdict.ABSENT:
+        reason = "this release does not have what goes wrong"
+    elif verdict is Verdict.UNRECOGNISED:
+        reason = f"its source ({mark}) is not one we know"
     return Finding(target, verdict, reason, function, mark)
+
+
+def _known(installed: Installed) -> bool:
+    return installed.release is not None and installed.release <= newest_known_release()
 
 
 def _entry(installed: Installed, patch: Patch, settings: Settings, functions: Functions) -> Entry:
     findings = tuple(_finding(installed, patch, target, functions[target]) for target in patch.targets)
     order = (Verdict.UNRECOGNISED, Verdict.DEFECTIVE, Verdict.FIXED, Verdict.ABSENT)
     verdict = min((finding.verdict for finding in findings), key=order.index)
+    missing = [needed for needed in patch.needs if functions[needed] is None]
+    if missing and settings.selects(patch.id) and _known(installed):
+        return Entry(patch, findings, Verdict.ABSENT, False, f"this release does not have {missing[0]}")
     act, reason = _decide(patch, settings, verdict, findings)
     if act:
         try:

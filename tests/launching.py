@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -10,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+
+from other_releases import folder_of
 
 RANKS = Path(__file__).parent / "ranks"
 
@@ -59,6 +63,27 @@ def launch(
                 log.seek(0)
                 ended.append(Ended(status, log.read()))
         return ended
+
+
+def played(
+    script: str, *scenarios: str, ranks: int = 2, release: str | None = None, env: Mapping[str, str] | None = None
+) -> dict[str, dict[str, list[Any]]]:
+    """What a script that ends with ``scenario.play`` gave: scenario -> ``stock`` or ``corrected`` -> by rank.
+
+    ``release`` is another DeepSpeed than the one installed. An outcome that is an error is ``{"error": traceback}``.
+    """
+    # DeepSpeed asks that the first two be set; some releases compile the experts' gate, which takes a minute.
+    base = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHDYNAMO_DISABLE": "1"}
+    path = {"PYTHONPATH": folder_of(release)} if release else {}
+    ended = launch(script, *scenarios, ranks=ranks, env={**base, **path, **(env or {})})
+    for rank in ended:
+        assert rank.status == 0, rank.output[-3000:]
+    said = [json.loads(rank.output.splitlines()[-1]) for rank in ended]
+    assert release is None or {one["deepspeed"] for one in said} == {release}
+    return {
+        name: {mode: [one["scenarios"][name][mode] for one in said] for mode in ("stock", "corrected")}
+        for name in said[0]["scenarios"]
+    }
 
 
 def free_port() -> int:

@@ -19,22 +19,23 @@ from ds_gradfix.source import find_functions, fingerprint
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# From the first release in which a target is as it should be, for a patch that not every release needs.
-FIXED_FROM = {"sum-reduction": "0.19.6"}
-# Sources in which a patch has nothing to correct, by patch, function and last release: ZeRO 0 averaged over shards, and
-# experts over the ranks that hold them.
-FIXED_UNTIL = {
-    ("sequence-parallel-mean", "_reduce_non_expert_gradients"): "0.14.2",
-    ("sequence-parallel-mean", "_reduce_expert_gradients"): "0.14.0",
+DEFECTIVE_IN: dict[tuple[str, str], tuple[str | None, str | None]] = {
+    ("sum-reduction", ""): (None, "0.19.5"),
+    # ZeRO 0 averaged over shards, and experts over the ranks that hold them.
+    ("sequence-parallel-mean", "_reduce_non_expert_gradients"): ("0.14.3", None),
+    ("sequence-parallel-mean", "_reduce_expert_gradients"): ("0.14.1", None),
 }
+"""The first and the last defective release, by patch, and by function where its targets differ; None is no end. A
+patch that is not named here is needed by every release. Before the first a target does not have the defect yet."""
 
 
 def verdict(patch_id: str, qualname: str, release: str) -> Verdict:
-    since = FIXED_FROM.get(patch_id)
-    until = FIXED_UNTIL.get((patch_id, qualname.rsplit(".", 1)[-1]))
-    if since and Version(release) >= Version(since) or until and Version(release) <= Version(until):
-        return Verdict.FIXED
-    return Verdict.DEFECTIVE
+    function = qualname.rsplit(".", 1)[-1]
+    bounds = DEFECTIVE_IN.get((patch_id, function), DEFECTIVE_IN.get((patch_id, ""), (None, None)))
+    first, last = (Version(bound) if bound else None for bound in bounds)
+    if first and Version(release) < first:
+        return Verdict.ABSENT
+    return Verdict.FIXED if last and Version(release) > last else Verdict.DEFECTIVE
 
 
 def catalogue(sdists: Path) -> list[dict[str, object]]:

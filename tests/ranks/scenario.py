@@ -1,0 +1,74 @@
+"""Run named scenarios on one rank, each on stock DeepSpeed and again with ds-gradfix on, and print what each gave.
+
+A rank script defines functions without arguments that return JSON data and ends with ``play({name: function, ...})``.
+The ranks meet through a file. See ``played`` in tests/launching.py for the other end.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import torch
+
+import ds_gradfix
+from ds_gradfix.verify import _compat
+
+
+def play(scenarios: Mapping[str, Callable[[], Any]], detach: bool = True) -> None:
+    """Run those that the arguments name (all, if none) and print one JSON line; ends the process.
+
+    ``detach=False`` leaves out the oracle's own workaround for 0.18.7 to 0.18.9.
+    """
+    if not detach:
+        _compat._detach_flat_tensors = lambda: None
+    _compat.prepare(deepspeed.__version__, on_cpu=True)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    meeting = os.environ["RENDEZVOUS"]
+    timeout = timedelta(seconds=75)
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=timeout)
+    deepspeed.init_distributed()
+    found: dict[str, dict[str, Any]] = {}
+    for name, scenario in scenarios.items():
+        if len(sys.argv) > 1 and name not in sys.argv[1:]:
+            continue
+        found[name] = {}
+        for mode in ("stock", "corrected"):
+            if mode == "corrected":
+                ds_gradfix.enable()
+            found[name][mode] = _outcome(scenario)
+            ds_gradfix.disable()
+    print(json.dumps({"deepspeed": deepspeed.__version__, "scenarios": found}))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _outcome(scenario: Callable[[], Any]) -> Any:
+    _compat.forget_last_engine()
+    torch.manual_seed(0)
+    try:
+        return scenario()
+    except Exception:
+        return {"error": traceback.format_exc()}
+    finally:
+        gc.collect()
+
+
+def forget_groups() -> None:
+    """Let the next engine make its expert and model-parallel groups anew."""
+    groups: Any = importlib.import_module("deepspeed.utils.groups")
+    for name in list(vars(groups)):
+        if name.startswith("_") and name.isupper() and isinstance(getattr(groups, name), dict):
+            getattr(groups, name).clear()
+        elif name.startswith("_") and name.isupper() and name.endswith("GROUP"):
+            setattr(groups, name, None)
+    groups.mpu = None
+    groups.mesh_device = None
