@@ -299,7 +299,7 @@ def make_plan(installed: Installed, patches: Sequence[Patch], settings: Settings
     asked for by name (``only``), or any patch in strict mode, because a source is unrecognised.
     """
     check_names(settings, patches)
-    functions = _read_functions(installed, {t for patch in patches for t in (*patch.targets, *patch.needs)})
+    functions = read_functions(installed, {t for patch in patches for t in (*patch.targets, *patch.needs)})
     plan = Plan(installed, tuple(_entry(installed, patch, settings, functions) for patch in patches))
     insist(plan, settings)
     return plan
@@ -319,7 +319,7 @@ def insist(plan: Plan, settings: Settings) -> None:
 Functions = Mapping[Target, "Function | str | None"]
 
 
-def _read_functions(installed: Installed, targets: Iterable[Target]) -> Functions:
+def read_functions(installed: Installed, targets: Iterable[Target]) -> Functions:
     """Each target's function, None if it isn't there, or why its file can't be read."""
     by_module: dict[str, list[Target]] = {}
     for target in sorted(targets):

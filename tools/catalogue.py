@@ -1,23 +1,26 @@
 """Write patches/fingerprints.json: the source of every target in every release, with its verdict.
 
-    python tools/catalogue.py SDISTS
+    python tools/catalogue.py
 
-SDISTS holds one folder for each release, named by its version, with the unpacked package in it. Nothing of it
-is imported. Verdicts are by release, below: what a reader of the sources and the oracle found.
+Releases come from the package index (see tools/releases.py); nothing of them is imported. Verdicts are by release,
+below: what a reader of the sources and the oracle found.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import releases
 from packaging.version import Version
 
-from ds_gradfix.registry import Verdict, discover
-from ds_gradfix.source import find_functions, fingerprint
+from ds_gradfix.installed import Installed
+from ds_gradfix.registry import Target, Verdict, discover, read_functions
+from ds_gradfix.source import Function, fingerprint
 
-ROOT = Path(__file__).resolve().parent.parent
+FILE = Path(__file__).resolve().parent.parent / "patches" / "fingerprints.json"
 
 DEFECTIVE_IN: dict[tuple[str, str], tuple[str | None, str | None]] = {
     ("sum-reduction", ""): (None, "0.19.5"),
@@ -38,33 +41,29 @@ def verdict(patch_id: str, qualname: str, release: str) -> Verdict:
     return Verdict.FIXED if last and Version(release) > last else Verdict.DEFECTIVE
 
 
-def catalogue(sdists: Path) -> list[dict[str, object]]:
+def catalogue(folders: Mapping[str, Path]) -> list[dict[str, object]]:
     """One entry for each distinct source of each target: its releases and its verdict for each patch."""
-    releases = sorted((folder.name for folder in sdists.iterdir()), key=Version)
-    targets: dict[tuple[str, str], list[str]] = {}
+    wanted: dict[Target, list[str]] = {}
     for patch in discover():
         for target in patch.targets:
-            targets.setdefault((target.module, target.qualname), []).append(patch.id)
-    entries: dict[tuple[str, str], dict[str, object]] = {}
-    for (module, qualname), patches in sorted(targets.items()):
-        for release in releases:
-            path = sdists.joinpath(release, *module.split(".")).with_suffix(".py")
-            function = find_functions(path, [qualname])[qualname] if path.exists() else None
-            if function is None:
+            wanted.setdefault(target, []).append(patch.id)
+    entries: dict[tuple[Target, str], dict[str, Any]] = {}
+    for release, folder in folders.items():
+        functions = read_functions(Installed(release, folder / "deepspeed", torch=None, ds_gradfix=None), wanted)
+        for target, function in functions.items():
+            if not isinstance(function, Function):
                 continue
             mark = fingerprint(function.node)
-            verdicts = {patch_id: verdict(patch_id, qualname, release).value for patch_id in patches}
-            entry = entries.setdefault(
-                (f"{module}:{qualname}", mark),
-                {"target": f"{module}:{qualname}", "fingerprint": mark, "releases": [], "verdicts": verdicts},
-            )
+            verdicts = {patch_id: verdict(patch_id, target.qualname, release).value for patch_id in wanted[target]}
+            new = {"target": str(target), "fingerprint": mark, "releases": [], "verdicts": verdicts}
+            entry = entries.setdefault((target, mark), new)
             if entry["verdicts"] != verdicts:
-                raise SystemExit(f"{module}:{qualname} {mark}: one source, two verdicts, at {release}")
-            entry["releases"].append(release)  # type: ignore[attr-defined]
-    return list(entries.values())
+                raise SystemExit(f"{target} {mark}: one source, two verdicts, at {release}")
+            entry["releases"].append(release)
+    return [entry for _, entry in sorted(entries.items(), key=lambda item: item[0][0])]
 
 
 if __name__ == "__main__":
-    found = catalogue(Path(sys.argv[1]))
-    (ROOT / "patches" / "fingerprints.json").write_text(json.dumps(found, indent=1) + "\n")
+    found = catalogue(releases.all_folders())
+    FILE.write_text(json.dumps(found, indent=1) + "\n")
     print(f"{len(found)} sources of {len({entry['target'] for entry in found})} targets")

@@ -1,0 +1,58 @@
+"""Every DeepSpeed release from 0.14.0 on, from its sources: fetched, unpacked, read, never imported."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import catalogue as tool
+import pytest
+import releases
+from packaging.version import Version
+
+from ds_gradfix.installed import Installed
+from ds_gradfix.registry import Verdict, catalogue, discover, make_plan
+from ds_gradfix.settings import Settings
+
+
+@cache
+def folders() -> dict[str, Path]:
+    """Every release's folder. Skips the test where none can be had, and says so."""
+    try:
+        found = releases.all_folders()
+    except releases.Unavailable as error:
+        pytest.skip(f"not every DeepSpeed release can be had here: {error}")
+    if not found:
+        pytest.skip("no DeepSpeed release is here, and the package index can't be reached")
+    return found
+
+
+def known() -> set[str]:
+    return {release for entry in catalogue() for release in entry["releases"]}
+
+
+def test_every_patch_finds_what_it_corrects_or_says_that_it_is_absent() -> None:
+    """And the catalogue says what its command would write."""
+    patches = discover()
+    written = {(e["target"], e["fingerprint"], name): e["verdicts"] for e in catalogue() for name in e["releases"]}
+    for release, folder in folders().items():
+        if release not in known():
+            continue  # the newest one is the next test's business
+        installed = Installed(release, folder / "deepspeed", torch=None, ds_gradfix=None)
+        for entry in make_plan(installed, patches, Settings()).entries:  # a rewrite that does not match is unrecognised
+            where = (release, entry.patch.id, entry.reason)
+            assert entry.verdict is not Verdict.UNRECOGNISED, where
+            assert entry.act == (entry.verdict is Verdict.DEFECTIVE), where
+            for finding in entry.findings:
+                if finding.function is not None:
+                    verdicts = written[str(finding.target), finding.fingerprint, release]
+                    expected = tool.verdict(entry.patch.id, finding.target.qualname, release)
+                    assert verdicts[entry.patch.id] == finding.verdict == expected, where
+
+
+def test_the_newest_release_is_in_the_catalogue() -> None:
+    try:
+        newest = max(releases.published(), key=Version)
+    except releases.Unavailable as error:
+        pytest.skip(f"what the newest DeepSpeed is can't be seen from here: {error}")
+    assert newest in known(), f"DeepSpeed {newest} is out: see `python tools/drift.py`"
