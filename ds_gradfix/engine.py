@@ -15,7 +15,7 @@ from typing import Any
 from ds_gradfix.agreement import Agreement, exchange, name_ranks
 from ds_gradfix.errors import GradfixError, SelfCheckError, SettingsError
 from ds_gradfix.facts import Facts
-from ds_gradfix.registry import Effect, Measurement, Plan, Steer, Verdict
+from ds_gradfix.registry import Effect, Entry, Measurement, Plan, Steer, Verdict
 from ds_gradfix.reduction import gradient_scale
 from ds_gradfix.settings import Settings
 
@@ -152,12 +152,18 @@ def engage(engine: Any, plan: Plan, settings: Settings, late: bool = False) -> E
         elif entry.verdict in (Verdict.DEFECTIVE, Verdict.UNRECOGNISED):
             if option:
                 raise SettingsError(refused_option(option.key, entry.patch.id, reason))
-            left_out[entry.patch.id] = f"{effect.words}, and {entry.patch.id} does not correct it: {reason}"
+            left_out[entry.patch.id] = _not_corrected(entry, effect, reason)
     engagement = Engagement(facts, settings, because, effects, left_out, _steer(engine, plan, effects))
     for holder in (engine, engine.optimizer):
         if holder is not None:
             setattr(holder, ATTRIBUTE, engagement)
     return engagement
+
+
+def _not_corrected(entry: Entry, effect: Effect, reason: str) -> str:
+    if entry.verdict is Verdict.UNRECOGNISED:
+        return f"{entry.patch.id} is out of force: {reason}. If this build has the defect, {effect.words}"
+    return f"{effect.words}, and {entry.patch.id} does not correct it: {reason}"
 
 
 def refused_option(key: str, patch_id: str, reason: str) -> str:
@@ -206,21 +212,22 @@ def disengage(engine: Any) -> None:
 
 @dataclass(frozen=True)
 class Proof:
-    """What was found out about one engine: measurements by patch, and everything that is wrong."""
+    """What was found out about one engine: measurements by patch, those that are left out among them, and everything
+    that is wrong and should not be."""
 
     measurements: Mapping[str, tuple[Measurement, ...]]
     wrong: tuple[str, ...]
 
 
 def prove(engine: Any, engagement: Engagement, plan: Plan, slots: Sequence[str], number: int) -> Proof:
-    """Compare the ranks, measure every patch in force on the engine's own groups, judge together.
+    """Compare the ranks, measure every patch that matters on the engine's own groups, judge together.
 
     ``number`` counts engines, the same on all ranks. Every rank gets the same list of wrong things,
     so that all raise or none does. Measuring needs all ranks: where they differ it is left out.
     """
     store = _store()
     if store is None:
-        return _judge(_measure(engine, engagement, plan))
+        return _judge(_measure(engine, engagement, plan), engagement)
     dist = sys.modules["torch.distributed"]
     rank, world_size = dist.get_rank(), dist.get_world_size()
     topic = f"ds_gradfix/engine/{number}"
@@ -228,7 +235,7 @@ def prove(engine: Any, engagement: Engagement, plan: Plan, slots: Sequence[str],
     if not ranks.unanimous:
         return Proof({}, tuple(_differences(ranks)))
     measured = _measure(engine, engagement, plan)
-    own = _judge(measured)
+    own = _judge(measured, engagement)
     heard = exchange(store, f"{topic}/result", rank, world_size, json.dumps(own.wrong))
     wrong = [f"{name_ranks(ranks)}: {line}" for text, ranks in heard.said.items() for line in json.loads(text)]
     if heard.missing:
@@ -256,6 +263,7 @@ def _digest(engagement: Engagement, plan: Plan, slots: Sequence[str]) -> str:
             "torch": installed.torch,
             "slots": sorted(slots),
             "patches in force": sorted(engagement.patches),
+            "patches left out": sorted(engagement.left_out),
             "reduction": engagement.facts.reduction_op,
             "convention over sequence shards": engagement.facts.convention,
             **{f"setting {name}": value for name, value in asdict(engagement.settings).items()},
@@ -284,7 +292,7 @@ def _measure(
 ) -> dict[str, tuple[Measurement, ...] | str]:
     """Each patch's measurements, or the error that stopped them. The engine is left as it was."""
     found: dict[str, tuple[Measurement, ...] | str] = {}
-    for patch_id in sorted(engagement.patches):
+    for patch_id in sorted({*engagement.effects, *engagement.left_out}):
         patch = plan.entry(patch_id).patch
         try:
             with _unlogged_collectives():
@@ -309,9 +317,11 @@ def _unlogged_collectives() -> Iterator[None]:
         logger.enabled = True
 
 
-def _judge(measured: Mapping[str, tuple[Measurement, ...] | str]) -> Proof:
+def _judge(measured: Mapping[str, tuple[Measurement, ...] | str], engagement: Engagement) -> Proof:
     wrong = []
     for patch_id, result in measured.items():
+        if patch_id in engagement.left_out:
+            continue  # it is known, and said
         if isinstance(result, str):
             wrong.append(f"{patch_id} could not be measured: {result}")
             continue
@@ -335,8 +345,8 @@ def settle(engine: Any, engagement: Engagement, proof: Proof | None, plan: Plan)
     """
     first = _rank() == 0
     if first:
-        for line in engagement.left_out.values():
-            log.warning("ds-gradfix: %s", line)
+        for patch_id, line in engagement.left_out.items():
+            log.warning("ds-gradfix: %s%s", line, _shown(proof, patch_id))
     if proof is not None and proof.wrong:
         text = "ds-gradfix: " + "; ".join(proof.wrong)
         if engagement.settings.self_check == "error":
@@ -375,6 +385,15 @@ def _patch_summary(engagement: Engagement, proof: Proof | None, patch_id: str) -
     elif engagement.settings.self_check == "off":
         part += ", not measured: self_check is off"
     return part + ")"
+
+
+def _shown(proof: Proof | None, patch_id: str) -> str:
+    """In words: what this engine does where a patch is left out."""
+    measured = proof.measurements.get(patch_id) if proof is not None else None
+    if not measured:
+        return ""
+    wrong = [f"the {m.path} gives {m.ratio:.6g} times the right value" for m in measured if not m.right]
+    return f". Measured on this engine: {'; '.join(wrong) or 'nothing is wrong'}"
 
 
 LOSSES = {
