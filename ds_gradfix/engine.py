@@ -15,7 +15,7 @@ from typing import Any
 from ds_gradfix.agreement import Agreement, exchange, name_ranks
 from ds_gradfix.errors import GradfixError, SelfCheckError, SettingsError
 from ds_gradfix.facts import Facts
-from ds_gradfix.registry import Effect, Entry, Measurement, Plan, Steer, Verdict
+from ds_gradfix.registry import Effect, Entry, Measurement, Plan, Steer, Verdict, checks
 from ds_gradfix.reduction import gradient_scale
 from ds_gradfix.settings import Settings
 
@@ -290,16 +290,16 @@ def _differences(ranks: Agreement) -> Iterator[str]:
 def _measure(
     engine: Any, engagement: Engagement, plan: Plan
 ) -> dict[str, tuple[Measurement, ...] | str]:
-    """Each patch's measurements, or the error that stopped them. The engine is left as it was."""
+    """Each patch's and check's measurements, or the error that stopped them. The engine is left as it was."""
     found: dict[str, tuple[Measurement, ...] | str] = {}
-    for patch_id in sorted({*engagement.effects, *engagement.left_out}):
-        patch = plan.entry(patch_id).patch
+    patches = [plan.entry(patch_id).patch for patch_id in sorted({*engagement.effects, *engagement.left_out})]
+    for one in (*patches, *checks()):
         try:
             with _unlogged_collectives():
-                found[patch_id] = tuple(patch.measure(engine))
+                found[one.id] = tuple(one.measure(engine))
         except Exception as error:  # one rank's failure must be heard by all, not end one rank
-            found[patch_id] = f"{type(error).__name__}: {error}"
-            log.exception("ds-gradfix: the self-check of %s failed", patch_id)
+            found[one.id] = f"{type(error).__name__}: {error}"
+            log.exception("ds-gradfix: the self-check of %s failed", one.id)
     return found
 
 
@@ -328,7 +328,7 @@ def _judge(measured: Mapping[str, tuple[Measurement, ...] | str], engagement: En
         for m in result:
             if not m.right:
                 wrong.append(
-                    f"{patch_id}: the {m.path} gives {m.ratio:.6g} times the right gradient (an element is off by"
+                    f"{patch_id}: the {m.path} gives {m.ratio:.6g} times the right value (an element is off by"
                     f" {m.error:.2g} of its value, rounding explains {m.tolerance:.2g})"
                 )
     kept = {patch_id: result for patch_id, result in measured.items() if not isinstance(result, str)}
@@ -372,6 +372,11 @@ def summary(engagement: Engagement, proof: Proof | None, plan: Plan) -> str:
     if not parts:
         what = "nothing is corrected" if engagement.left_out else "nothing to correct"
         parts.append(f"{what}, DeepSpeed {plan.installed.deepspeed} runs as it is")
+    parts += [
+        f"{check.title} measured {_ratios(proof.measurements[check.id])} of the right value"
+        for check in checks()
+        if proof is not None and proof.measurements.get(check.id)
+    ]
     if facts.sequence_parallel_size > 1 and facts.reduction_op == "mean":
         parts.append(_convention_summary(engagement))
     return f"ds-gradfix: {job}: " + "; ".join(parts)
@@ -380,11 +385,14 @@ def summary(engagement: Engagement, proof: Proof | None, plan: Plan) -> str:
 def _patch_summary(engagement: Engagement, proof: Proof | None, patch_id: str) -> str:
     part = f"{patch_id} is on ({engagement.effects[patch_id].words}; corrected"
     if proof is not None and proof.measurements.get(patch_id):
-        ratios = {f"{m.ratio:.6g}" for m in proof.measurements[patch_id]}
-        part += f", measured {' and '.join(sorted(ratios))} of the right value"
+        part += f", measured {_ratios(proof.measurements[patch_id])} of the right value"
     elif engagement.settings.self_check == "off":
         part += ", not measured: self_check is off"
     return part + ")"
+
+
+def _ratios(measured: Sequence[Measurement]) -> str:
+    return " and ".join(sorted({f"{m.ratio:.6g}" for m in measured}))
 
 
 def _shown(proof: Proof | None, patch_id: str) -> str:

@@ -177,6 +177,16 @@ class Patch:
         return any(not isinstance(correction, Steer) and correction.early for correction in self.corrections)
 
 
+@dataclass(frozen=True)
+class Check:
+    """What is measured on every engine, whether a patch is in force there or not: a breach of an invariant that
+    nobody has a patch for is found all the same. ``measure`` is as a patch's; no measurements where it can't tell."""
+
+    id: str
+    title: str
+    measure: Callable[[Any], Sequence[Measurement]]
+
+
 # ---------------------------------------------------------------------------------- discovery
 
 
@@ -205,12 +215,7 @@ def discover() -> tuple[Patch, ...]:
 
     A plug-in that can't be used is reported and left out: it must not harm the job.
     """
-    package = importlib.import_module("ds_gradfix.patches")
-    found: dict[str, Patch] = {}
-    for info in pkgutil.iter_modules(package.__path__):
-        if not info.name.startswith("_"):
-            patch = importlib.import_module(f"{package.__name__}.{info.name}").PATCH
-            found[patch.id] = patch
+    found: dict[str, Patch] = {patch.id: patch for patch in _built_in("PATCH")}
     for point in entry_points(group=ENTRY_POINTS):
         try:
             patch = point.load()
@@ -224,6 +229,20 @@ def discover() -> tuple[Patch, ...]:
         else:
             found[patch.id] = patch
     return tuple(patch for _, patch in sorted(found.items()))
+
+
+@cache
+def checks() -> tuple[Check, ...]:
+    """What is measured on every engine."""
+    return tuple(_built_in("CHECK"))
+
+
+def _built_in(name: str) -> list[Any]:
+    """What the modules of ``ds_gradfix.patches`` call by this name."""
+    package = importlib.import_module("ds_gradfix.patches")
+    public = [info.name for info in pkgutil.iter_modules(package.__path__) if not info.name.startswith("_")]
+    modules = [importlib.import_module(f"{package.__name__}.{module}") for module in public]
+    return [getattr(module, name) for module in modules if hasattr(module, name)]
 
 
 # --------------------------------------------------------------------------------------- plan

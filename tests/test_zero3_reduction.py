@@ -186,4 +186,4 @@ def test_leaving_a_patch_out_leaves_its_defect_and_no_other() -> None:
     assert [{round(r or 0, 5) for r in result.ratios.values()} for result in left] == [{0.5}, {0.5}, {0.25}]
     # What is knowingly left wrong stops the job on every rank, unless the user says 'warn'.
     assert stopped.error is not None and "SelfCheckError" in stopped.error
-    assert "ranks 0-1" in stopped.error and "0.5 times the right gradient" in stopped.error
+    assert "ranks 0-1" in stopped.error and "0.5 times the right value" in stopped.error
