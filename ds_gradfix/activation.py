@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -121,11 +121,10 @@ def _enable(arguments: dict[str, Any]) -> None:
         _show_log()
         _say_what_is_left_alone(plan, settings)
         modules = sorted({target.module for target in _makers()})
-        late = {module for module in modules if module in sys.modules}
+        late = [module for module in modules if module in sys.modules]
+        _reach_out([slot for module in late for slot in _install(sys.modules[module])])
         for module in modules:
-            if module in late:
-                _install(sys.modules[module], late=True)
-            elif module not in _state.hooked:
+            if module not in late and module not in _state.hooked:
                 _state.hooked.add(module)
                 wrapt.register_post_import_hook(_on_import, module)
         if ENGINE_INIT.module in late:
@@ -277,23 +276,32 @@ def _early_dispatcher(
 def _on_import(module: types.ModuleType) -> None:
     with _lock:
         if _state.enabled:
-            _install(module, late=False)
+            _install(module)
 
 
-def _install(module: types.ModuleType, late: bool) -> None:
+def _install(module: types.ModuleType) -> list[slots.Slot]:
     """Occupy every place of one module. A failure is kept and told, and harms nobody's import."""
+    installed = []
     for target, make in _makers().items():
         if target.module != module.__name__ or target in _state.slots:
             continue
         try:
-            slot = slots.install(module, target.qualname, make(module), late)
+            slot = slots.install(module, target.qualname, make(module))
         except Exception as error:
             _state.problems[target] = f"{type(error).__name__}: {error}"
             log.warning("ds-gradfix: %s could not be corrected: %s", target, _state.problems[target])
             continue
         _state.slots[target] = slot
+        installed.append(slot)
+    return installed
+
+
+def _reach_out(installed: Sequence[slots.Slot]) -> None:
+    """Follow the originals to those who have captured them, and name the ones who keep them."""
+    slots.reach_out(installed)
+    for slot in installed:
         for holder in slot.held_elsewhere:
-            log.warning("ds-gradfix: %s was captured before it was on and stays as it was in %s", target, holder)
+            log.warning("ds-gradfix: %s was captured before it was on and stays as it was in %s", slot, holder)
 
 
 # ---------------------------------------------------------------------- configuration and engines

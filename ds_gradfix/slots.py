@@ -10,7 +10,7 @@ import functools
 import gc
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,13 +43,11 @@ class Slot:
 
 
 def install(
-    module: types.ModuleType, qualname: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], late: bool
+    module: types.ModuleType, qualname: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Slot:
-    """Put ``make(original)`` where ``qualname`` stands in a live module.
+    """Put ``make(original)`` where ``qualname`` stands in a live module, and under its other names there.
 
-    ``late`` says that others may have captured the original since its module was imported: their
-    module-level names are changed too, and other holders are named. Raises SlotError if the place
-    is not there or is ours already.
+    Raises SlotError if the place is not there or is ours already.
     """
     owner: Any = module
     *path, _ = qualname.split(".")
@@ -71,12 +69,18 @@ def install(
     installed: Any = type(raw)(made) if isinstance(raw, staticmethod | classmethod) else made
     slot = Slot(module.__name__, qualname, owner, name, raw, installed)
     setattr(owner, name, installed)
-    slot.aliases = _aliases(raw, function, list(sys.modules.values()) if late else [module])
-    for holder, alias, value in slot.aliases:
-        setattr(holder, alias, installed if value is raw else made)
-    if late:
-        slot.held_elsewhere = _other_holders(raw, function, slot, made)
+    _take_aliases([slot], [module])
     return slot
+
+
+def reach_out(slots: Sequence[Slot]) -> None:
+    """For places that were occupied late: others may have captured the originals since their module was imported.
+
+    Module-level names of theirs are changed too, and other holders are named in ``held_elsewhere``. All slots at once,
+    since each look at every object of the process takes its time.
+    """
+    _take_aliases(slots, list(sys.modules.values()))
+    _name_other_holders(slots)
 
 
 def _comes_from(function: Any, module: str, depth: int = 4) -> bool:
@@ -116,32 +120,45 @@ def remove(slot: Slot) -> None:
             setattr(holder, alias, value)
 
 
-def _aliases(raw: object, function: object, modules: list[Any]) -> list[tuple[types.ModuleType, str, object]]:
-    found = []
-    for module in modules:
-        if isinstance(module, types.ModuleType):
-            for name, value in list(vars(module).items()):
-                if value is raw or value is function:
-                    found.append((module, name, value))
+def _originals(slot: Slot) -> dict[int, tuple[object, Any]]:
+    """What was there and what is in its place, by the identity of what was there: the raw object, and the function in
+    it where a static or class method wraps one."""
+    found = {id(slot.raw): (slot.raw, slot.installed)}
+    if isinstance(slot.raw, staticmethod | classmethod):
+        found[id(slot.raw.__func__)] = (slot.raw.__func__, slot.installed.__func__)
     return found
 
 
-def _other_holders(raw: object, function: object, slot: Slot, made: Any) -> list[str]:
-    """In words: what still refers to the original and cannot be changed from here.
+def _take_aliases(slots: Sequence[Slot], modules: Sequence[Any]) -> None:
+    originals = {identity: (slot, *pair) for slot in slots for identity, pair in _originals(slot).items()}
+    for module in modules:
+        if isinstance(module, types.ModuleType):
+            for name, value in list(vars(module).items()):
+                if id(value) in originals:
+                    slot, original, installed = originals[id(value)]
+                    slot.aliases.append((module, name, original))
+                    setattr(module, name, installed)
+
+
+def _name_other_holders(slots: Sequence[Slot]) -> None:
+    """In words: what still refers to the originals and cannot be changed from here.
 
     Only types are asked for their names: a stranger's ``__repr__`` may do anything.
     """
-    originals = [raw] if raw is function else [raw, function]
-    ours = {*map(id, (vars(slot), made, vars(made), raw, originals, *slot.aliases, *(made.__closure__ or ())))}
-    said = []
-    for held in originals:
-        for holder in gc.get_referrers(held):
-            if id(holder) in ours or type(holder) is types.FrameType:
-                continue
-            words = _holder_in_words(holder, held)
-            if words:
-                said.append(words)
-    return said
+    originals = {identity: (slot, original) for slot in slots for identity, (original, _) in _originals(slot).items()}
+    ours = {id(originals), *map(id, originals.values())}
+    for slot in slots:
+        made = getattr(slot.installed, "__func__", slot.installed)
+        ours |= {*map(id, (vars(slot), made, vars(made), slot.raw, *slot.aliases, *(made.__closure__ or ())))}
+    for holder in gc.get_referrers(*(original for _, original in originals.values())):
+        if id(holder) in ours or type(holder) is types.FrameType:
+            continue
+        for held in gc.get_referents(holder):
+            if id(held) in originals:
+                slot, original = originals[id(held)]
+                words = _holder_in_words(holder, original)
+                if words:
+                    slot.held_elsewhere.append(words)
 
 
 def _holder_in_words(holder: Any, held: object) -> str | None:

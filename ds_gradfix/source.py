@@ -7,12 +7,15 @@ sit behind a decorator that hides signature, name and source of what it wraps.
 from __future__ import annotations
 
 import ast
-import copy
 import difflib
 import hashlib
 import linecache
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import decode_source
+from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,13 +49,92 @@ def find_functions(path: Path, qualnames: Iterable[str]) -> dict[str, Function |
     Raises OSError if the file can't be read and SyntaxError or ValueError if it isn't Python.
     The last definition of a name wins, as it does at run time.
     """
-    tree = ast.parse(path.read_bytes(), filename=str(path))
-    future = tuple(n for n in tree.body if isinstance(n, ast.ImportFrom) and n.module == "__future__")
+    data = path.read_bytes()
+    text = decode_source(data)
+    tree: ast.Module | None = None
+    future: tuple[ast.ImportFrom, ...] | None = None
     found: dict[str, Function | None] = {}
     for qualname in qualnames:
-        node = _descend(tree, qualname)
+        node = _cut_out(text, qualname)
+        if node is None:
+            tree = tree or ast.parse(data, filename=str(path))
+            node = _descend(tree, qualname)
+        if future is None:
+            future = _future_imports(text)
         found[qualname] = Function(path, qualname, node, future) if node else None
     return found
+
+
+def _future_imports(text: str) -> tuple[ast.ImportFrom, ...]:
+    if "__future__" not in text:
+        return ()
+    return tuple(n for n in ast.parse(text).body if isinstance(n, ast.ImportFrom) and n.module == "__future__")
+
+
+_MOST_CUTS = 8
+
+
+def _cut_out(text: str, qualname: str) -> FunctionNode | None:
+    """The function's syntax tree from its own lines alone: parsing a whole module of DeepSpeed takes far longer.
+
+    None wherever the lines alone could mislead: a name that is defined twice, a class in a class, a definition under
+    a condition. The lines end where the indentation does; a cut inside a signature or a string does not parse.
+    """
+    *classes, name = qualname.split(".")
+    starts = _heads(text, name)
+    if len(classes) > 1 or len(starts) != 1:
+        return None
+    start = starts[0]
+    depth = len(text[start:]) - len(text[start:].lstrip(" "))
+    if bool(classes) != bool(depth):
+        return None
+    if classes:
+        heads = _heads(text, classes[0])
+        between = text[heads[0] : start] if len(heads) == 1 and heads[0] < start else None
+        # The class is the block that the function is in: nothing but comments stands further left in between.
+        if between is None or between[0] != "c" or re.search(rf"\n {{0,{depth - 1}}}[^\s#]", between):
+            return None
+    lines = text.split("\n")
+    line = first = text.count("\n", 0, start)
+    for number in range(line - 1, -1, -1):
+        if _is_at_or_left_of(lines[number], depth):
+            if not lines[number].lstrip().startswith("@"):
+                break
+            first = number
+    ends = (number for number in range(line + 1, len(lines)) if _is_at_or_left_of(lines[number], depth))
+    for end in islice(chain(ends, [len(lines)]), _MOST_CUTS):
+        try:
+            # Under a class of one line, to keep the indentation: strings of several lines would change without it.
+            tree = ast.parse("\n".join([*("class _:" for _ in classes), *lines[first:end]]))
+        except SyntaxError:
+            continue
+        (node,) = tree.body[0].body if classes else tree.body  # type: ignore[attr-defined]
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            return None
+        return ast.increment_lineno(node, first - len(classes))
+    return None
+
+
+_KEYWORDS = ("def", "async def", "class")
+
+
+def _heads(text: str, name: str) -> list[int]:
+    """Where the lines begin that define a function or class of this name."""
+    found = []
+    at = text.find(name)
+    while at >= 0:
+        start = text.rfind("\n", 0, at) + 1
+        end = at + len(name)
+        whole = not (text[end : end + 1].isalnum() or text[end : end + 1] == "_")
+        if whole and " ".join(text[start:at].split()) in _KEYWORDS:
+            found.append(start)
+        at = text.find(name, end)
+    return found
+
+
+def _is_at_or_left_of(line: str, depth: int) -> bool:
+    """Whether a line that says something starts in this column or further left."""
+    return bool(line[: depth + 1].strip()) and not line.lstrip().startswith("#")
 
 
 def _descend(node: ast.AST, qualname: str) -> FunctionNode | None:
@@ -163,12 +245,21 @@ def _matches(pattern: Any, value: Any, bound: dict[str, ast.AST]) -> bool:
     return type(pattern) is type(value) and bool(pattern == value)
 
 
+def _copied(value: Any) -> Any:
+    """A syntax tree of its own; copy.deepcopy takes ten times as long."""
+    if isinstance(value, ast.AST):
+        fields = {name: _copied(content) for name, content in ast.iter_fields(value)}
+        places = {name: getattr(value, name) for name in value._attributes if hasattr(value, name)}
+        return type(value)(**fields, **places)
+    return [*map(_copied, value)] if isinstance(value, list) else value
+
+
 class _Fill(ast.NodeTransformer):
     def __init__(self, bound: dict[str, ast.AST]) -> None:
         self.bound = bound
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        return copy.deepcopy(self.bound[node.id]) if node.id in self.bound else node
+        return _copied(self.bound[node.id]) if node.id in self.bound else node
 
 
 class _Edit(ast.NodeTransformer):
@@ -187,7 +278,7 @@ class _Edit(ast.NodeTransformer):
             self.count += 1
             if self.replacement is None:
                 return None
-            return _Fill(bound).visit(copy.deepcopy(self.replacement))
+            return _Fill(bound).visit(_copied(self.replacement))
         return super().visit(node)
 
 
@@ -196,7 +287,12 @@ def rewrite(function: Function, rules: Sequence[Rule]) -> Function:
 
     Raises RewriteError, naming the rule, how often it matched and how often it should have.
     """
-    node = copy.deepcopy(function.node)
+    return _rewritten(function, tuple(rules))
+
+
+@lru_cache(maxsize=256)  # a plan tries what is put in place a moment later
+def _rewritten(function: Function, rules: tuple[Rule, ...]) -> Function:
+    node = _copied(function.node)
     for rule in rules:
         edit = _Edit(rule)
         node = edit.visit(node)

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from ds_gradfix import slots
 from ds_gradfix.errors import GradfixError, SlotError
-from ds_gradfix.slots import Slot, install, remove
+from ds_gradfix.slots import Slot, remove
 
 SOURCE = """
 import functools
@@ -92,6 +93,13 @@ def instead(value: Any) -> Replacing:
 def around(original: Callable[..., Any]) -> Callable[..., Any]:
     """A correction that asks the original."""
     return lambda *args, **kwargs: ("corrected", original(*args, **kwargs))
+
+
+def install(module: types.ModuleType, qualname: str, make: Replacing, late: bool) -> Slot:
+    slot = slots.install(module, qualname, make)
+    if late:
+        slots.reach_out([slot])
+    return slot
 
 
 def owner_of(module: types.ModuleType, qualname: str) -> tuple[Any, str]:
