@@ -27,6 +27,8 @@ DEFECTIVE_IN: dict[tuple[str, str], tuple[str | None, str | None]] = {
     # ZeRO 0 averaged over shards, and experts over the ranks that hold them.
     ("sequence-parallel-mean", "_reduce_non_expert_gradients"): ("0.14.3", None),
     ("sequence-parallel-mean", "_reduce_expert_gradients"): ("0.14.1", None),
+    # The source of 0.19.3 is that of 0.17.1; there is nothing to fold before 0.19.3, which the patch asks by `needs`.
+    ("folded-expert-norm", ""): ("0.17.1", None),
 }
 """The first and the last defective release, by patch, and by function where its targets differ; None is no end. A
 patch that is not named here is needed by every release. Before the first a target does not have the defect yet."""
