@@ -14,7 +14,7 @@ from typing import Any
 
 from ds_gradfix.agreement import Agreement, exchange, name_ranks
 from ds_gradfix.errors import GradfixError, SelfCheckError, SettingsError
-from ds_gradfix.facts import Facts
+from ds_gradfix.facts import STOCK_PARTITION_SIZE, Facts, dense_partition_groups
 from ds_gradfix.registry import Effect, Entry, Measurement, Plan, Steer, Verdict, checks
 from ds_gradfix.reduction import gradient_scale
 from ds_gradfix.settings import Settings
@@ -76,7 +76,34 @@ def facts_of(engine: Any, convention: str = "sum") -> Facts:
         model_parallel_size=int(engine.mp_world_size),
         pipeline_stages=int(getattr(engine, "num_stages", 1)),
         sparse_gradients=any(getattr(module, "sparse", False) for module in engine.module.modules()),
+        dense_partition_size=_dense_partition_size(engine, dist),
+        sequence_mesh=getattr(engine, "mesh_device", None) is not None,
+        immediate_grad_update=_immediate_grad_update(config),
+        expert_parallel_size=max(map(dist.get_world_size, (engine.expert_parallel_group or {}).values()), default=1),
+        wrapper=type(optimizer).__name__,
+        basic_optimizer=_kind(getattr(engine, "basic_optimizer", None)),
+        multi_rank_buckets=bool(getattr(config.zero_config, "use_multi_rank_bucket_allreduce", True)),
     )
+
+
+def _dense_partition_size(engine: Any, dist: Any) -> int | None:
+    stock = getattr(getattr(engine.optimizer, "parameter_offload", None), STOCK_PARTITION_SIZE, None)
+    if stock is not None:
+        return int(stock)
+    return min((dist.get_world_size(group=group) for group in dense_partition_groups(engine)), default=None)
+
+
+def _immediate_grad_update(config: Any) -> bool:
+    """Releases before 0.17.5 keep it in the configuration itself."""
+    section = getattr(config, "bfloat16_config", config)
+    for name in ("immediate_grad_update", "bfloat16_immediate_grad_update"):
+        if hasattr(section, name):
+            return bool(getattr(section, name))
+    return False
+
+
+def _kind(thing: Any) -> str:
+    return f"{type(thing).__module__}.{type(thing).__name__}"
 
 
 def _dtype(engine: Any) -> str:
@@ -147,7 +174,12 @@ def engage(engine: Any, plan: Plan, settings: Settings, late: bool = False) -> E
         if refusal:
             raise SettingsError(refusal)
         reason = entry.why_not(settings) or (TOO_LATE if late and entry.patch.early else None)
-        if reason is None:
+        refusal = entry.patch.refuse(engine) if entry.patch.refuse and settings.selects(entry.patch.id) else None
+        if refusal:
+            if settings.self_check == "error" and not late:  # of an older engine nobody knows whether it still trains
+                raise SelfCheckError(f"{effect.words}: {refusal} To go on all the same: self_check 'warn', or exclude")
+            left_out[entry.patch.id] = f"{effect.words}: {refusal}"
+        elif reason is None:
             effects[entry.patch.id] = effect
         elif entry.verdict in (Verdict.DEFECTIVE, Verdict.UNRECOGNISED):
             if option:

@@ -24,6 +24,13 @@ class Facts:
     shards: see :func:`ds_gradfix.reduction.gradient_scale`. ``dtype`` is ``"fp32"``, ``"fp16"`` or ``"bf16"``;
     ``gradient_clipping`` is None where the configuration leaves it to DeepSpeed's default, which differs between
     releases. What only a model shows (experts, pipeline stages, sparse gradients) is at its default without one.
+    ``dense_partition_size`` is the number of ranks that DeepSpeed by itself spreads a dense parameter of ZeRO-3 over,
+    None where it partitions none; ``sequence_mesh`` says that the sequence shards come from a device mesh
+    (``mesh_param``, or the keys ``data_parallel_size`` and ``sequence_parallel_size``) instead of an mpu;
+    ``immediate_grad_update`` is bf16's own key of that name, ``multi_rank_buckets`` ZeRO's
+    ``use_multi_rank_bucket_allreduce``; ``expert_parallel_size`` is the largest number of ranks that hold different
+    experts. ``wrapper`` is the class of the engine's optimizer, ``basic_optimizer`` module and class of the one in it;
+    both are empty without an engine.
     """
 
     zero_stage: int
@@ -49,11 +56,31 @@ class Facts:
     model_parallel_size: int = 1
     pipeline_stages: int = 1
     sparse_gradients: bool = False
+    dense_partition_size: int | None = None
+    sequence_mesh: bool = False
+    immediate_grad_update: bool = False
+    expert_parallel_size: int = 1
+    multi_rank_buckets: bool = True
+    wrapper: str = ""
+    basic_optimizer: str = ""
 
     @property
     def all_group_sizes(self) -> frozenset[int]:
         """Every number of ranks that one of this job's reductions may average over."""
         return frozenset((self.group_size, *self.partition_sizes))
+
+
+STOCK_PARTITION_SIZE = "_ds_gradfix_stock_partition_size"
+"""Where ZeRO-3's parameter offload says over how many ranks DeepSpeed by itself would have partitioned."""
+
+
+def dense_partition_groups(engine: Any) -> list[Any]:
+    """The distinct process groups that a live engine's dense parameters lie partitioned over: not those of experts."""
+    found: dict[int, Any] = {}
+    for param in engine.module.parameters():
+        if hasattr(param, "ds_process_group") and getattr(param, "ds_zero_placement_family", None) != "autoep_expert":
+            found[id(param.ds_process_group)] = param.ds_process_group
+    return list(found.values())
 
 
 def facts_from_config(
@@ -107,4 +134,7 @@ def facts_from_config(
         experts=experts,
         folded_experts=experts and tensor_parallel > 1,
         model_parallel_size=max(1, tensor_parallel),
+        sequence_mesh="data_parallel_size" in config and "sequence_parallel_size" in config,
+        immediate_grad_update=value(bf16, "immediate_grad_update", False),
+        multi_rank_buckets=value(zero, "use_multi_rank_bucket_allreduce", True),
     )

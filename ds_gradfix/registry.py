@@ -150,7 +150,9 @@ class Patch:
     engine's functions as they stand, whoever made them. Two patches may share a correction: then
     it is installed once, and is in force for an engine if either patch is. ``fingerprints`` gives
     for every target the known sources with their verdict. ``needs`` are functions without which the defect
-    can't bite: a release that lacks one of them has the patch ``absent``.
+    can't bite: a release that lacks one of them has the patch ``absent``. ``refuse(engine)`` is for what no
+    correction can put right once the engine is there: why it must not train as it stands, with the way out, else
+    None. It is asked where ``affects`` says that the defect bites, whether or not the patch acts.
     """
 
     id: str
@@ -166,6 +168,7 @@ class Patch:
     fingerprints: Mapping[str, Mapping[str, Verdict]] = field(default_factory=dict)
     option: Option | None = None
     needs: tuple[Target, ...] = ()
+    refuse: Callable[[Any], str | None] | None = None
 
     @property
     def targets(self) -> tuple[Target, ...]:

@@ -13,6 +13,7 @@ from ds_gradfix.source import Rule
 
 MODULE = "deepspeed.runtime.zero.stage_1_and_2"
 CLASS = "DeepSpeedZeroOptimizer"
+EXPERT_SCALE = "zero12-expert-scale"
 
 
 def scale_of(holder: Any, group_size: int, shards: int) -> float:
@@ -28,6 +29,14 @@ class _Zero12:
     def divide(optimizer: Any, tensor: Any, group_size: int) -> None:
         """Everything before the reduction: scale ``tensor`` in place."""
         reduction.scale_([tensor], scale_of(optimizer, group_size, optimizer.sequence_parallel_size))
+
+    @classmethod
+    def average(cls, optimizer: Any, tensor: Any, group: Any) -> None:
+        """The same for the default path: a routed expert is averaged over the whole data-parallel group as well,
+        wherever it is reduced."""
+        if EXPERT_SCALE not in optimizer._ds_gradfix.left_out:
+            group = optimizer.dp_process_group
+        cls.divide(optimizer, tensor, sys.modules["deepspeed.comm"].get_world_size(group=group))
 
     @classmethod
     def before(cls, optimizer: Any, tensor: Any, group_size: int) -> None:
@@ -46,10 +55,19 @@ class _Zero12:
 _DIVIDE = Rule(
     "$tensor.div_(dist.get_world_size(group=$group) / float(self.sequence_parallel_size))",
     "_ds_gradfix.divide(self, $tensor, dist.get_world_size(group=$group))",
-    times=(1, 2),  # up to 0.15.3 a bucket with experts is divided parameter by parameter
 )
 
-AVERAGE_TENSOR = Rewrite(Target(MODULE, f"{CLASS}.average_tensor"), (_DIVIDE,), _Zero12)
+AVERAGE_TENSOR = Rewrite(
+    Target(MODULE, f"{CLASS}.average_tensor"),
+    (
+        Rule(
+            "$tensor.div_(dist.get_world_size(group=$group) / float(self.sequence_parallel_size))",
+            "_ds_gradfix.average(self, $tensor, $group)",
+            times=(1, 2),  # up to 0.15.3 a bucket with experts is divided parameter by parameter
+        ),
+    ),
+    _Zero12,
+)
 BUCKET = Rewrite(Target(MODULE, f"{CLASS}.allreduce_bucket"), (_DIVIDE,), _Zero12)
 PREDIVIDE = Rewrite(
     Target(MODULE, f"{CLASS}.gradient_reduction_w_predivide"),
@@ -138,3 +156,85 @@ def _empty_bucket(optimizer: Any, *dtype: Any) -> Iterator[None]:
             yield
         finally:
             optimizer.params_in_ipg_bucket, optimizer.ipg_bucket_has_moe_params = kept, experts
+
+
+# ------------------------------------------------------------------------------------- experts
+
+
+class _Copy:
+    """What the rewritten copy behind a reduction to one rank calls where DeepSpeed asks for its own rank."""
+
+    @staticmethod
+    def rank(group: Any) -> int:
+        return int(sys.modules["deepspeed.comm"].get_rank(group=group))
+
+
+COPY = Rewrite(
+    Target(MODULE, f"{CLASS}.allreduce_and_copy"),
+    (Rule("dist.get_rank(group=self.dp_process_group)", "_ds_gradfix.rank(process_group)"),),
+    _Copy,
+)
+
+
+def measure_copy(engine: Any) -> list[Measurement]:
+    """Known gradients reduced to each rank of each group of an expert's replicas in turn, as that rank sees them."""
+    optimizer = engine.optimizer
+    dist = sys.modules["deepspeed.comm"]
+    device = sys.modules["deepspeed.accelerator"].get_accelerator().current_device_name()
+    found = []
+    for group in optimizer.expert_dp_process_group.values():
+        size, rank = dist.get_world_size(group=group), dist.get_rank(group=group)
+        numel = 2 * size + 1
+        for dtype in list(getattr(optimizer, "ipg_buckets", [optimizer.communication_data_type])):
+            argument = (dtype,) if hasattr(optimizer, "ipg_buckets") else ()
+            for owner in range(size):
+                probe = reduction.probe_gradient(numel, size, rank).to(device=device, dtype=optimizer.dtype)
+                optimizer.allreduce_and_copy([probe], *argument, rank=owner, divide=False, process_group=group)
+                sys.modules["deepspeed.accelerator"].get_accelerator().synchronize()
+                if owner == rank:
+                    ratio, error = reduction.compare(probe.double().cpu(), reduction.probe_sum(numel))
+                    tolerance = reduction.probe_tolerance(dtype, optimizer.dtype)
+                    found.append(Measurement("ZeRO-1/2 reduction of experts to one rank", ratio, error, tolerance))
+    return found
+
+
+def measure_expert_average(engine: Any) -> list[Measurement]:
+    """What the default path makes of an expert's gradient. Up to 0.15.3 the bucket is attributes of the optimizer."""
+    optimizer = engine.optimizer
+    experts = [
+        (index, param)
+        for index, group in enumerate(optimizer.bit16_groups)
+        for param in group
+        if not getattr(param, "allreduce", True)
+    ]
+    if not experts or optimizer.use_grad_accum_attribute:  # the latter divides a copy: nothing to see
+        return []
+    dist = sys.modules["deepspeed.comm"]
+    index, param = experts[0]
+    number = optimizer.get_param_id(param)
+    group = optimizer.expert_dp_process_group[param.group_name]
+    size, rank = dist.get_world_size(group=group), dist.get_rank(group=group)
+    probe = reduction.probe_gradient(param.numel(), size, rank).to(param)
+    kept = optimizer.params_in_ipg_bucket, optimizer.ipg_bucket_has_moe_params, param.grad
+    param.grad = probe.view_as(param)
+    optimizer.params_in_ipg_bucket, optimizer.ipg_bucket_has_moe_params = [(index, param, number)], True
+    try:
+        optimizer.average_tensor(probe)
+        sys.modules["deepspeed.accelerator"].get_accelerator().synchronize()
+    finally:
+        optimizer.params_in_ipg_bucket, optimizer.ipg_bucket_has_moe_params, param.grad = kept
+    everyone = dist.get_world_size(group=optimizer.dp_process_group)
+    right = scale_of(optimizer, everyone, optimizer.sequence_parallel_size) * reduction.probe_sum(param.numel())
+    owners = optimizer.param_to_partition_ids[index][number]
+    partitions = sorted((int(optimizer.grad_start_offset[index][p][number]), p) for p in owners)
+    ends = [start for start, _ in partitions[1:]] + [param.numel()]
+    tolerance = reduction.probe_tolerance(optimizer.communication_data_type, optimizer.dtype)
+    return [
+        Measurement(
+            "ZeRO-1/2 default reduction of experts",
+            *reduction.compare(probe[start:end].double().cpu(), right[start:end]),
+            tolerance,
+        )
+        for (start, owner), end in zip(partitions, ends, strict=True)
+        if owner == rank
+    ]

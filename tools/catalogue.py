@@ -29,6 +29,15 @@ DEFECTIVE_IN: dict[tuple[str, str], tuple[str | None, str | None]] = {
     ("sequence-parallel-mean", "_reduce_expert_gradients"): ("0.14.1", None),
     # The source of 0.19.3 is that of 0.17.1; there is nothing to fold before 0.19.3, which the patch asks by `needs`.
     ("folded-expert-norm", ""): ("0.17.1", None),
+    # 0.18.7 began to flatten on the accelerator; bf16 came to fp16's optimizer with 0.17.6,
+    # whose gradients the step had never cleared for it.
+    ("zero12-flatten-detach", ""): ("0.18.7", "0.18.9"),
+    ("bf16-zero0-state", "_configure_fp16_optimizer"): ("0.17.6", "0.18.5"),
+    ("bf16-zero0-state", "_take_model_step"): (None, "0.18.5"),
+    ("bf16-optimizer-choice", ""): ("0.17.6", "0.18.4"),
+    ("bf16-boundary-gradient", ""): ("0.18.3", "0.18.9"),
+    ("zero12-expert-scale", ""): (None, "0.15.3"),
+    ("zero12-expert-copy", ""): (None, "0.19.7"),
 }
 """The first and the last defective release, by patch, and by function where its targets differ; None is no end. A
 patch that is not named here is needed by every release. Before the first a target does not have the defect yet."""
