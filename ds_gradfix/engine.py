@@ -70,6 +70,9 @@ def facts_of(engine: Any, convention: str = "sum") -> Facts:
         gradient_clipping=float(engine.gradient_clipping()),
         grad_accum_dtype=getattr(config, "grad_accum_dtype", None),
         dynamic_loss_scale=bool(engine.fp16_enabled() and engine.dynamic_loss_scale()),
+        fused_half=type(optimizer).__name__ == "FP16_Optimizer",
+        check_grad_overflow=_checks_overflow(config),
+        own_step=_own_step(config.zero_config),
         offload_optimizer=bool(engine.zero_cpu_offload()),
         experts=bool(engine.has_moe_layers),
         folded_experts=_folds(engine),
@@ -108,6 +111,19 @@ def _kind(thing: Any) -> str:
 
 def _dtype(engine: Any) -> str:
     return "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
+
+
+def _checks_overflow(config: Any) -> bool | None:
+    """What the job asked for, also from a release that ignores the key."""
+    asked = getattr(config, "_param_dict", {})
+    section = asked.get("bf16") or asked.get("bfloat16") or {}
+    wanted: bool | None = section.get("check_grad_overflow")
+    return wanted
+
+
+def _own_step(zero: Any) -> bool:
+    offload = getattr(zero, "offload_optimizer", None)
+    return getattr(zero, "zenflow", None) is not None or bool(getattr(offload, "super_offload", False))
 
 
 def _folds(engine: Any) -> bool:
@@ -219,7 +235,7 @@ def _steer(engine: Any, plan: Plan, effects: Mapping[str, Effect]) -> dict[str, 
             if isinstance(correction, Steer):
                 for name, value in correction.values.items():
                     before.setdefault(name, attrgetter(name)(engine))
-                    _set(engine, name, value)
+                    _set(engine, name, value(engine) if callable(value) else value)
     return before
 
 

@@ -23,7 +23,10 @@ class Facts:
     elements, None where no model is at hand. ``convention`` says what a mean does over sequence
     shards: see :func:`ds_gradfix.reduction.gradient_scale`. ``dtype`` is ``"fp32"``, ``"fp16"`` or ``"bf16"``;
     ``gradient_clipping`` is None where the configuration leaves it to DeepSpeed's default, which differs between
-    releases. What only a model shows (experts, pipeline stages, sparse gradients) is at its default without one.
+    releases. ``fused_half``: fp16 or bf16 without ZeRO, with the optimizer whose parameters DeepSpeed flattens
+    (FusedAdam); ``check_grad_overflow`` is what the bf16 section says, None where it leaves it to the default, which
+    differs too; ``own_step``: ZenFlow or SuperOffload, which take their steps in code of their own. What only a
+    model shows (experts, pipeline stages, sparse gradients) is at its default without one.
     ``dense_partition_size`` is the number of ranks that DeepSpeed by itself spreads a dense parameter of ZeRO-3 over,
     None where it partitions none; ``sequence_mesh`` says that the sequence shards come from a device mesh
     (``mesh_param``, or the keys ``data_parallel_size`` and ``sequence_parallel_size``) instead of an mpu;
@@ -50,6 +53,9 @@ class Facts:
     gradient_clipping: float | None = None
     grad_accum_dtype: str | None = None
     dynamic_loss_scale: bool = False
+    fused_half: bool = False
+    check_grad_overflow: bool | None = None
+    own_step: bool = False
     offload_optimizer: bool = False
     experts: bool = False
     folded_experts: bool = False
@@ -105,12 +111,15 @@ def facts_from_config(
             raise SettingsError(f'"{key}": {found!r} is not allowed; it is a {type(default).__name__}') from error
 
     def section(parent: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
-        found = next((parent[key] for key in keys if parent.get(key) is not None), {})
+        found: Any = next((parent[key] for key in keys if parent.get(key) is not None), {})
         return found if isinstance(found, Mapping) else {}
 
     stage = value(zero, "stage", 0)
     fp16, bf16 = section(config, "fp16"), section(config, "bf16", "bfloat16")
     half = "fp16" if value(fp16, "enabled", False) else "bf16" if value(bf16, "enabled", False) else "fp32"
+    optimizer = section(config, "optimizer")
+    adam = str(optimizer.get("type", "")).lower() in ("adam", "adamw")
+    torch_adam = value(section(optimizer, "params"), "torch_adam", False)
     experts = value(section(config, "expert_parallel"), "enabled", False)
     tensor_parallel = value(section(config, "tensor_parallel"), "autotp_size", 1)
     clipping = config.get("gradient_clipping")
@@ -130,6 +139,9 @@ def facts_from_config(
         gradient_clipping=None if clipping in (None, "auto") else value(config, "gradient_clipping", 0.0),
         grad_accum_dtype=section(config, "data_types").get("grad_accum_dtype"),
         dynamic_loss_scale=half == "fp16" and value(fp16, "loss_scale", 0.0) == 0.0,
+        fused_half=half != "fp32" and stage == 0 and adam and not torch_adam,
+        check_grad_overflow=bf16.get("check_grad_overflow"),
+        own_step=zero.get("zenflow") is not None or bool(section(zero, "offload_optimizer").get("super_offload")),
         offload_optimizer=section(zero, "offload_optimizer").get("device") in ("cpu", "nvme"),
         experts=experts,
         folded_experts=experts and tensor_parallel > 1,

@@ -81,8 +81,8 @@ class Rewrite:
 class Steer:
     """A correction that needs no code: attributes of a live engine that the target already obeys.
 
-    ``values`` maps a dotted attribute name, from the engine, to its value while in force. The target
-    is the function that reads them; its fingerprint says that it does.
+    ``values`` maps a dotted attribute name, from the engine, to its value while in force; a function is called with
+    the engine, and returns the value. The target is the function that reads them; its fingerprint says that it does.
     """
 
     target: Target

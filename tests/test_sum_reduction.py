@@ -191,13 +191,6 @@ def asserted(one: Case) -> bool:
     return bool(zero["stage"] and zero.get("reduce_scatter", True) and divides)
 
 
-def is_right(result: Result) -> bool:
-    """By the oracle; but fp16 under ZeRO-0 loses its loss scale from 0.18.3 on (upstream #8393), sum or not."""
-    if key(result.case) == key(case(0, fp16={"enabled": True})):
-        return result.error is None
-    return result.right
-
-
 def raw(result: Result) -> list[float]:
     """Every element of every parameter's gradient, before the last step."""
     return [element for gradient in result.steps[-1].gradients for element in gradient.got]
@@ -206,7 +199,7 @@ def raw(result: Result) -> list[float]:
 def test_every_sum_is_the_oracle_s(corrected: dict[str, Result]) -> None:
     assert len(corrected) > 130
     for result in corrected.values():
-        assert is_right(result), (result.case.name, result.verdicts, result.error)
+        assert result.right, (result.case.name, result.verdicts, result.error)
 
 
 def test_a_sum_is_world_size_times_the_mean(corrected: dict[str, Result]) -> None:
@@ -222,7 +215,7 @@ def test_what_deepspeed_has_natively_is_its_own_bit_for_bit(corrected: dict[str,
     refused = [case(3), case(3, ALL_REDUCE), case(3, {"zero_hpz_partition_size": 2})]
     stock = measure([*native, *refused], corrected=False)
     for result in stock[: len(native)]:
-        assert is_right(result), (result.case.name, result.verdicts, result.error)
+        assert result.right, (result.case.name, result.verdicts, result.error)
         assert result.digest == corrected[key(result.case)].digest, result.case.name
     for result in stock[len(native) :]:
         assert result.error is not None and "ValueError: gradient_allreduce_op='sum'" in result.error
@@ -232,7 +225,7 @@ def test_three_ranks() -> None:
     """ZeRO-2 shares its code with ZeRO-1."""
     cases = [one for one in core(3) if one.config["zero_optimization"]["stage"] != 2]
     for result in measure(cases, ranks=3, corrected=True):
-        assert is_right(result), (result.case.name, result.verdicts, result.error)
+        assert result.right, (result.case.name, result.verdicts, result.error)
 
 
 @pytest.mark.parametrize("release", ["0.16.9", "0.19.5"])
@@ -248,7 +241,7 @@ def test_a_release_that_ignores_the_key(release: str) -> None:
     *summed, one, two = measure([*cases, case(1, APART), case(2, APART)], corrected=True, env=env)
     for result in summed:
         assert result.versions["deepspeed"].startswith(release)
-        assert is_right(result), (result.case.name, result.verdicts, result.error)
+        assert result.right, (result.case.name, result.verdicts, result.error)
     # On a CPU DeepSpeed drops these gradients' reduction altogether before 0.19.8: whoever asks for a sum hears of it.
     for result in (one, two):
         assert result.error is not None and "SelfCheckError" in result.error and "bucket reduction" in result.error

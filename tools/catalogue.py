@@ -24,6 +24,11 @@ FILE = Path(__file__).resolve().parent.parent / "patches" / "fingerprints.json"
 
 DEFECTIVE_IN: dict[tuple[str, str], tuple[str | None, str | None]] = {
     ("sum-reduction", ""): (None, "0.19.5"),
+    ("fp16-zero0-loss-scale", "backward"): ("0.18.3", None),
+    ("fp16-zero0-loss-scale", "scale"): ("0.18.3", None),
+    ("fused-expert-norm", ""): (None, "0.19.7"),
+    ("nonfinite-norm", ""): (None, "0.19.7"),
+    ("zero1-overflow-flag", ""): ("0.17.1", "0.17.6"),
     # ZeRO 0 averaged over shards, and experts over the ranks that hold them.
     ("sequence-parallel-mean", "_reduce_non_expert_gradients"): ("0.14.3", None),
     ("sequence-parallel-mean", "_reduce_expert_gradients"): ("0.14.1", None),
