@@ -26,6 +26,7 @@ LOSS_SCALE = "fp16-zero0-loss-scale"
 NORM_SCALE = "fp16-zero0-norm-scale"
 EXPERTS = "unfused-expert-norm"
 EXPERT_WEIGHTS = "fused-expert-norm"
+NO_STEP = "fused-fp16-step"
 NONFINITE = "nonfinite-norm"
 
 
@@ -113,8 +114,20 @@ def _norm_of_all(optimizer: Any) -> float:
     return float(_norm.global_norm(_norm.parts_of(params, optimizer.mpu, replicas, held)))
 
 
+def _overflowed(optimizer: Any) -> bool:
+    params = [param for group in optimizer.fp16_groups for param in group if param.grad is not None]
+    return bool(optimizer.overflow_checker.has_overflow(params))
+
+
 def _fused_step(engagement: Any, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    experts = EXPERT_WEIGHTS in engagement.effects and not optimizer.fused_adam_legacy
+    legacy = optimizer.fused_adam_legacy
+    experts = EXPERT_WEIGHTS in engagement.effects and not legacy
+    if NO_STEP in engagement.effects and not legacy and not _overflowed(optimizer):
+        # It leaves inside its question whether there is a loss scale to look after, which is then left to us.
+        with _instead(optimizer, use_grad_scaling=False), _experts_counted(optimizer, experts):
+            overflow = original(optimizer, *args, **kwargs)
+        optimizer._update_scale(overflow)
+        return overflow
     with _growth_afterwards(optimizer, GROWTH in engagement.effects), _experts_counted(optimizer, experts):
         return original(optimizer, *args, **kwargs)
 

@@ -121,16 +121,20 @@ def test_a_static_scale_is_stock_bit_for_bit(name: str) -> None:
 
 
 def test_before_0_18_3_the_loss_is_scaled_and_a_growing_step_is_halved() -> None:
-    for name in ("ZeRO-0", "ZeRO-3", "fused"):
+    for name in ("ZeRO-0", "ZeRO-3"):
         steps = (0, 1, 2, 3, 4, 6, 7)
         for step, (update, norm) in zip(steps, ratios(name, "stock", release=OLD), strict=True):
             half = grows(step) and step < OVERFLOW
             assert update == (0.5 if half else 1.0)
-            if name == "ZeRO-0":
-                assert norm == almost(SCALES[step] / (2 if half else 1))  # the scale that the gradients carry
-            else:
-                assert norm == almost(0.5 if half else 1.0)
+            carried = SCALES[step] / (2 if half else 1)
+            assert norm == almost(carried if name == "ZeRO-0" else 0.5 if half else 1.0)
         assert all(pair == (1.0, almost(1.0)) for pair in ratios(name, "corrected", release=OLD))
+
+
+def test_fp16_with_fused_adam_takes_steps() -> None:
+    assert not any(any(said["update"]) or said["norm"] for said in run("fused", "stock", OLD))
+    assert all(pair == (1.0, almost(1.0)) for pair in ratios("fused", "corrected", release=OLD))
+    assert [said["scale"] for said in run("fused", "corrected", OLD)] == list(SCALES)
 
 
 def test_zero1_ranks_share_their_overflow_flag() -> None:

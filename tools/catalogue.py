@@ -27,6 +27,7 @@ DEFECTIVE_IN: dict[tuple[str, str], tuple[str | None, str | None]] = {
     ("fp16-zero0-loss-scale", "backward"): ("0.18.3", None),
     ("fp16-zero0-loss-scale", "scale"): ("0.18.3", None),
     ("fused-expert-norm", ""): (None, "0.19.7"),
+    ("fused-fp16-step", ""): ("0.17.6", "0.18.1"),
     ("nonfinite-norm", ""): (None, "0.19.7"),
     ("zero1-overflow-flag", ""): ("0.17.1", "0.17.6"),
     # ZeRO 0 averaged over shards, and experts over the ranks that hold them.

@@ -47,10 +47,13 @@ def _no_shared_memory_op() -> None:
 
 def _fp16_on_cpu() -> None:
     """DeepSpeed asks for fast fp16; torch computes it on every CPU."""
+    import torch
     from deepspeed.accelerator import get_accelerator
 
     accelerator: Any = get_accelerator()
     accelerator.is_fp16_supported = lambda: True
+    supported = accelerator.supported_dtypes  # of the gradients that an engine without ZeRO reduces
+    accelerator.supported_dtypes = lambda: list(dict.fromkeys([*supported(), torch.float16]))
 
 
 def _wait_for_every_gather() -> None:
