@@ -86,6 +86,8 @@ def facts_of(engine: Any, convention: str = "sum") -> Facts:
         wrapper=type(optimizer).__name__,
         basic_optimizer=_kind(getattr(engine, "basic_optimizer", None)),
         multi_rank_buckets=bool(getattr(config.zero_config, "use_multi_rank_bucket_allreduce", True)),
+        pipeline=bool(engine.pipeline_parallelism),
+        compressed_embeddings=bool(getattr(engine, "sparse_tensor_module_names", ())),
     )
 
 

@@ -34,6 +34,8 @@ class Facts:
     ``use_multi_rank_bucket_allreduce``; ``expert_parallel_size`` is the largest number of ranks that hold different
     experts. ``wrapper`` is the class of the engine's optimizer, ``basic_optimizer`` module and class of the one in it;
     both are empty without an engine.
+    ``pipeline`` is True for a pipeline of one stage, too; ``compressed_embeddings`` where DeepSpeed sends the rows of
+    dense embedding gradients (the key ``sparse_gradients``), ``sparse_gradients`` where a layer makes sparse ones.
     """
 
     zero_stage: int
@@ -69,6 +71,8 @@ class Facts:
     multi_rank_buckets: bool = True
     wrapper: str = ""
     basic_optimizer: str = ""
+    pipeline: bool = False
+    compressed_embeddings: bool = False
 
     @property
     def all_group_sizes(self) -> frozenset[int]:
@@ -149,4 +153,5 @@ def facts_from_config(
         sequence_mesh="data_parallel_size" in config and "sequence_parallel_size" in config,
         immediate_grad_update=value(bf16, "immediate_grad_update", False),
         multi_rank_buckets=value(zero, "use_multi_rank_bucket_allreduce", True),
+        compressed_embeddings=value(config, "sparse_gradients", False),
     )

@@ -44,6 +44,22 @@ DEFECTIVE_IN: dict[tuple[str, str], tuple[str | None, str | None]] = {
     ("bf16-boundary-gradient", ""): ("0.18.3", "0.18.9"),
     ("zero12-expert-scale", ""): (None, "0.15.3"),
     ("zero12-expert-copy", ""): (None, "0.19.7"),
+    ("zero2-accumulation", ""): ("0.17.6", "0.18.2"),
+    ("zero2-offload-accumulation", ""): ("0.15.2", "0.18.9"),
+    ("zero2-offload-boundary", "copy_grads_in_partition"): (None, "0.18.9"),
+    # Before 0.15.2 and from 0.19.0 on it keeps what it is called for, but not only what is of this step.
+    ("zero2-offload-boundary", "async_accumulate_grad_in_cpu_via_gpu"): (None, "0.18.9"),
+    # The division moved from backward into its prologue with 0.16.5, and to the outputs of forward with 0.18.3.
+    ("pipeline-accumulation-undivided", "backward"): ("0.16.0", "0.16.4"),
+    ("pipeline-accumulation-undivided", "_backward_prologue"): ("0.16.5", "0.18.2"),
+    ("no-sync-accumulation", "backward"): ("0.16.0", "0.16.4"),
+    ("no-sync-accumulation", "_backward_prologue"): ("0.16.5", "0.18.2"),
+    ("pipeline-accumulation-repeated", ""): ("0.18.3", "0.19.2"),
+    ("accumulation-scale-ignored", ""): ("0.18.3", "0.18.3"),
+    # From 0.18.4 on the hook knows a switch that turns it off.
+    ("accumulation-loss-paths", "_backward_prologue_per_tensor"): ("0.18.3", "0.18.3"),
+    ("accumulation-loss-paths", "backward"): ("0.18.3", "0.19.5"),
+    ("sparse-rows-of-sum-zero", ""): (None, "0.19.7"),
 }
 """The first and the last defective release, by patch, and by function where its targets differ; None is no end. A
 patch that is not named here is needed by every release. Before the first a target does not have the defect yet."""
