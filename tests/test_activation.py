@@ -29,7 +29,7 @@ CONFIG = ("deepspeed.runtime.config", "DeepSpeedConfig.__init__")
 OUR_PATCHES = ("zero3-scatter-scale", "zero3-predivide-postscale")
 OTHERS = [p["patch"] for p in ds_gradfix.status()["plan"] if p["patch"] not in OUR_PATCHES]
 PLACES = tuple(sorted({ENGINE, CONFIG, *(
-    tuple(t["target"].split(":")) for p in ds_gradfix.status()["plan"] for t in p["targets"])}))
+    tuple(t["target"].split(":")) for p in ds_gradfix.status()["plan"] for t in p["targets"] if t["fingerprint"])}))
 defined = {}
 
 def note(module):
