@@ -76,13 +76,13 @@ def facts_of(engine: Any, convention: str = "sum") -> Facts:
         offload_optimizer=bool(engine.zero_cpu_offload()),
         experts=bool(engine.has_moe_layers),
         folded_experts=_folds(engine),
+        expert_parallel_size=_expert_parallel_size(engine),
         model_parallel_size=int(engine.mp_world_size),
         pipeline_stages=int(getattr(engine, "num_stages", 1)),
         sparse_gradients=any(getattr(module, "sparse", False) for module in engine.module.modules()),
         dense_partition_size=_dense_partition_size(engine, dist),
         sequence_mesh=getattr(engine, "mesh_device", None) is not None,
         immediate_grad_update=_immediate_grad_update(config),
-        expert_parallel_size=max(map(dist.get_world_size, (engine.expert_parallel_group or {}).values()), default=1),
         wrapper=type(optimizer).__name__,
         basic_optimizer=_kind(getattr(engine, "basic_optimizer", None)),
         multi_rank_buckets=bool(getattr(config.zero_config, "use_multi_rank_bucket_allreduce", True)),
@@ -132,6 +132,13 @@ def _folds(engine: Any) -> bool:
     """Whether tensor-parallel peers own different routed experts (AutoEP folded with AutoTP)."""
     families = {getattr(param, "ds_zero_placement_family", None) for param in engine.module.parameters()}
     return "autoep_expert" in families and int(engine.mp_world_size) > 1
+
+
+def _expert_parallel_size(engine: Any) -> int:
+    """The largest of the groups whose ranks own different experts of this model."""
+    names = {getattr(p, "group_name", None) for p in engine.module.parameters() if not getattr(p, "allreduce", True)}
+    groups = [group for name, group in (engine.expert_parallel_group or {}).items() if name in names]
+    return max((int(sys.modules["deepspeed.comm"].get_world_size(group=group)) for group in groups), default=1)
 
 
 def _reduction_op(config: Any) -> str:

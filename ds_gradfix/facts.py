@@ -149,6 +149,7 @@ def facts_from_config(
         offload_optimizer=section(zero, "offload_optimizer").get("device") in ("cpu", "nvme"),
         experts=experts,
         folded_experts=experts and tensor_parallel > 1,
+        expert_parallel_size=value(section(config, "expert_parallel"), "autoep_size", 1) if experts else 1,
         model_parallel_size=max(1, tensor_parallel),
         sequence_mesh="data_parallel_size" in config and "sequence_parallel_size" in config,
         immediate_grad_update=value(bf16, "immediate_grad_update", False),

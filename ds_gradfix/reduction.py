@@ -15,7 +15,7 @@ every rank (:func:`sharded_norm`); every gradient is multiplied by min(1, clip /
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -189,64 +189,117 @@ def sharded_norm(
 ) -> Tensor:
     """The ``norm_type``-norm over every part on every rank: a tensor of no dimension, float32 on ``device``.
 
-    Every rank of a group must call this with the same groups in the same order of parts, since it takes part in one
-    all-reduce for each distinct group of more than one rank (packed: however many parts there are). Powers are summed
-    and reduced on ``device`` in ``dtype`` (DeepSpeed's norm dtype is float64 where the device has it). The host waits
-    for nothing. Where any element is not finite, the norm is not finite either.
+    Every rank of a group must call this with that group in the same order of parts, with no tensors where it holds
+    none: it takes part in one all-reduce for each distinct group of more than one rank (packed: however many parts
+    there are). A part whose groups only some of the ranks know may be missing on the others if every group that they
+    share comes after those (experts on one pipeline stage: expert-parallel group first, then the pipeline's).
+
+    Powers are summed and reduced on ``device`` in ``dtype`` (DeepSpeed's norm dtype is float64 where the device has it:
+    float32 overflows where a norm is above 1.8e19). The host waits for nothing. Where any element is not finite, the
+    norm is not finite either, on every rank. Replicas that hold the same bits get the same bits.
     """
     import torch
 
-    members = {_ranks_of(group): group for part in parts for group in part.groups}
-    merged: dict[tuple[Hashable, ...], list[Tensor]] = {}
+    if norm_type <= 0:
+        raise ValueError(f"norm_type {norm_type!r}: a positive number, or infinity")
+    largest = math.isinf(norm_type)
+    members: dict[_Ranks, Any] = {}
+    held: dict[tuple[_Ranks, ...], list[Tensor]] = {}
     for part in parts:
-        held = merged.setdefault(tuple(sorted({_ranks_of(group) for group in part.groups}, key=repr)), [])
-        held.extend(tensor for tensor in part.tensors if part.counts)
-    powers = [_power_sum(held, device, dtype, norm_type) for held in merged.values()]
-    op = "max" if math.isinf(norm_type) else "sum"
-    for ranks, group in members.items():
-        if len(ranks) > 1:
-            crossing = [index for index, over in enumerate(merged) if ranks in over]
-            packed = torch.stack([powers[index] for index in crossing])
-            all_reduce(packed, group, op)
-            for index, power in zip(crossing, packed.unbind(), strict=True):
-                powers[index] = power
-    if not powers:
-        return torch.zeros((), device=device)
-    total = torch.stack(powers).max() if op == "max" else torch.stack(powers).sum().pow(1.0 / norm_type)
-    return total.float()
+        own = {_ranks_of(group): group for group in part.groups}
+        members.update(own)
+        held.setdefault(tuple(own), []).extend(tensor for tensor in part.tensors if part.counts and tensor.numel())
+    with torch.no_grad():
+        # By the groups still to be reduced over; what has been through its last one waits under ().
+        waiting = {over: [_power_sum(tensors, device, dtype, norm_type)] for over, tensors in held.items()}
+        for ranks in _rounds(members, held):
+            crossing = [over for over in waiting if ranks in over]
+            sums = [_joined(waiting.pop(over), largest) for over in crossing]
+            if len(ranks) > 1:
+                packed = torch.stack(sums)
+                if largest:  # a maximum over ranks may drop NaN, but not infinity
+                    packed = packed.nan_to_num(nan=math.inf, posinf=math.inf)
+                all_reduce(packed, members[ranks], "max" if largest else "sum")
+                sums = list(packed.unbind())
+            for over, power in zip(crossing, sums, strict=True):
+                waiting.setdefault(tuple(one for one in over if one != ranks), []).append(power)
+        if not waiting:
+            return torch.zeros((), device=device)
+        total = _joined(waiting[()], largest)
+        return (total if largest else total.pow(1.0 / norm_type)).float()
 
 
-def _ranks_of(group: Any) -> tuple[int, ...]:
+_Ranks = tuple[int, ...]
+
+
+def _ranks_of(group: Any) -> _Ranks:
     """What makes two process groups the same for a reduction."""
     import torch.distributed as dist
 
-    return tuple(dist.get_process_group_ranks(group))
+    return tuple(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
 
 
-def _power_sum(tensors: Iterable[Tensor], device: torch.device | str, dtype: torch.dtype, norm_type: float) -> Tensor:
+def _rounds(members: Iterable[_Ranks], held: Iterable[tuple[_Ranks, ...]]) -> list[_Ranks]:
+    """The groups in the order in which they are reduced over: as they come, but those that a part names earlier first.
+
+    Ranks that lack a part whose first groups they don't know keep the order of the others.
+    """
+    order: dict[_Ranks, None] = {}
+    seen = set()
+
+    def place(ranks: _Ranks) -> None:
+        if ranks not in seen:
+            seen.add(ranks)
+            for over in held:
+                for before in over[: over.index(ranks)] if ranks in over else ():
+                    place(before)
+            order[ranks] = None
+
+    for ranks in members:
+        place(ranks)
+    return list(order)
+
+
+def _joined(powers: Sequence[Tensor], largest: bool) -> Tensor:
+    import torch
+
+    if len(powers) == 1:
+        return powers[0]
+    together = torch.stack(list(powers))
+    return together.max() if largest else together.sum()
+
+
+def _power_sum(tensors: Sequence[Tensor], device: torch.device | str, dtype: torch.dtype, norm_type: float) -> Tensor:
     """Sum of ``|element| ** norm_type`` (the maximum for inf), fused for all tensors of one device and dtype."""
     import torch
 
+    largest = math.isinf(norm_type)
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
-        if tensor.numel():
-            alike.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
-    sums = []
-    for same in alike.values():
-        norms = torch.stack(torch._foreach_norm(same, norm_type, dtype=dtype))
-        power = norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
-        sums.append(power.to(device, non_blocking=True))
-    if not sums:
-        return torch.zeros((), dtype=dtype, device=device)
-    return torch.stack(sums).max() if math.isinf(norm_type) else torch.stack(sums).sum()
+        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    powers = []
+    for (_, stored), same in alike.items():
+        norms = torch.stack(_norms(same, norm_type, torch.promote_types(stored, dtype)))
+        power = norms.max() if largest else norms.pow(norm_type).sum()
+        # A copy to the host that nobody waits for could be read before it is there.
+        powers.append(power.to(device, dtype, non_blocking=torch.device(device).type != "cpu"))
+    return _joined(powers, largest) if powers else torch.zeros((), dtype=dtype, device=device)
+
+
+def _norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
+    import torch
+
+    try:
+        return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
+    except TypeError:  # before torch 2.4 it knows no dtype, and half precision would be summed in itself
+        return [torch.linalg.vector_norm(tensor, norm_type, dtype=dtype) for tensor in tensors]
 
 
 def clip_coefficient(norm: Tensor, clip: float) -> Tensor:
     """``min(1, clip / (norm + 1e-6))`` on the norm's device; NaN, no finite number, where the norm is not finite."""
     import torch
 
-    coefficient = (clip / (norm + 1e-6)).clamp(max=1.0)
-    return torch.where(torch.isfinite(norm), coefficient, torch.full_like(coefficient, math.nan))
+    return torch.where(torch.isfinite(norm), (clip / (norm + 1e-6)).clamp(max=1.0), math.nan)
 
 
 # ------------------------------------------------------------- known numbers for self-checks

@@ -60,6 +60,7 @@ DEFECTIVE_IN: dict[tuple[str, str], tuple[str | None, str | None]] = {
     ("accumulation-loss-paths", "_backward_prologue_per_tensor"): ("0.18.3", "0.18.3"),
     ("accumulation-loss-paths", "backward"): ("0.18.3", "0.19.5"),
     ("sparse-rows-of-sum-zero", ""): (None, "0.19.7"),
+    ("folded-input-gradient", ""): ("0.19.3", "0.19.7"),
 }
 """The first and the last defective release, by patch, and by function where its targets differ; None is no end. A
 patch that is not named here is needed by every release. Before the first a target does not have the defect yet."""
