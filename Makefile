@@ -12,7 +12,7 @@ demo: $(INSTALLED)
 	$(BIN)/ds-gradfix verify examples/zero3_sequence_parallel.json
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --quiet --durations=10
+	$(BIN)/python -m pytest --quiet --durations=10 --numprocesses 2 --dist loadfile
 
 # torch comes first and alone, in exactly this spelling: another package that asks for torch in its own words may be
 # given a different build of it. DeepSpeed's own setup imports torch, so it is built without isolation, and none of its

@@ -15,7 +15,7 @@ from typing import Any
 from ds_gradfix.agreement import Agreement, exchange, name_ranks
 from ds_gradfix.errors import GradfixError, SelfCheckError, SettingsError
 from ds_gradfix.facts import STOCK_PARTITION_SIZE, Facts, dense_partition_groups
-from ds_gradfix.registry import Effect, Entry, Measurement, Plan, Steer, Verdict, checks
+from ds_gradfix.registry import Check, Effect, Entry, Measurement, Patch, Plan, Steer, Verdict, checks
 from ds_gradfix.reduction import gradient_scale
 from ds_gradfix.settings import Settings
 
@@ -350,7 +350,8 @@ def _measure(
     """Each patch's and check's measurements, or the error that stopped them. The engine is left as it was."""
     found: dict[str, tuple[Measurement, ...] | str] = {}
     patches = [plan.entry(patch_id).patch for patch_id in sorted({*engagement.effects, *engagement.left_out})]
-    for one in (*patches, *checks()):
+    everything: list[Patch | Check] = [*patches, *checks()]
+    for one in everything:
         try:
             with _unlogged_collectives():
                 found[one.id] = tuple(one.measure(engine))

@@ -1,6 +1,6 @@
 """bf16 without ZeRO-2/3 on releases that get its optimizer wrong, against the float64 oracle over three steps.
 
-0.17.6 scales the loss in the optimizer; 0.18.4 has every one of the defects.
+0.18.4 has every one of the defects.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def pairs(release: str) -> list[tuple[Case, Result, Result]]:
     return list(zip(cases, stock, corrected, strict=True))
 
 
-@pytest.mark.parametrize("release", ["0.17.6", "0.18.4"])
+@pytest.mark.parametrize("release", ["0.18.4"])
 def test_every_step_is_right(release: str) -> None:
     for case, stock, corrected in pairs(release):
         assert corrected.error is None and corrected.right, (case.name, corrected.error, corrected.verdicts)

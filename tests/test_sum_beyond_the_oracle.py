@@ -56,7 +56,7 @@ def test_three_ranks_sum_to_the_bit() -> None:
     assert wrong(outcomes) == {}
 
 
-@pytest.mark.parametrize("release", ["0.16.9", "0.19.5"])
+@pytest.mark.parametrize("release", ["0.16.9"])
 def test_a_release_that_ignores_the_key(release: str) -> None:
     outcomes = ran(2, {"PYTHONPATH": folder_of(release)})
     assert outcomes[0]["deepspeed"].startswith(release)
