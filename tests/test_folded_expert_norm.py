@@ -8,7 +8,7 @@ import importlib.util
 import shutil
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from math import inf, isfinite, sqrt
+from math import inf, sqrt
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -93,13 +93,10 @@ def test_copies_on_both_ranks_count_once(release: str | None, stage: int) -> Non
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_norm_that_is_not_finite_clips_nothing_to_a_finite_number(release: str | None, stage: int) -> None:
+    """The step is left out: by DeepSpeed itself from 0.19.8 on, before that by nonfinite-norm, which hears of it."""
     ranks = each(release, "corrected", f"not finite {stage}")
-    assert not any(isfinite(one["norm"]) for one in ranks)
-    if release is None:  # the step is left out
-        assert {one["norm"] for one in ranks} == {inf}
-        assert all(set(values) == {0} for one in ranks for values in one["lost"].values())
-    else:
-        assert not any(isfinite(value) for one in ranks for values in one["lost"].values() for value in values)
+    assert {one["norm"] for one in ranks} == {inf}
+    assert all(set(values) == {0} for one in ranks for values in one["lost"].values())
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -144,7 +141,9 @@ def test_the_self_check_sees_the_defect_and_leaves_the_engine_as_it_was(release:
 @pytest.mark.parametrize(("release", "kind"), [*((None, kind) for kind in KINDS), ("0.19.5", "native")])
 def test_without_folded_experts_every_bit_is_stock(release: str | None, stage: int, kind: str) -> None:
     stock, corrected = (each(release, mode, f"trained {kind} {stage}") for mode in ("stock", "corrected"))
-    assert stock == corrected
+    for ours, theirs in zip(corrected, stock, strict=True):
+        # That another patch is in force (nonfinite-norm, before 0.19.8) changes no bit of finite gradients either.
+        assert {**ours, "in force": None} == {**theirs, "in force": None}
     assert stock[0]["norms"] == stock[1]["norms"]
 
 
