@@ -14,7 +14,7 @@ from typing import Any
 
 from ds_gradfix.agreement import Agreement, exchange, name_ranks
 from ds_gradfix.errors import GradfixError, SelfCheckError, SettingsError
-from ds_gradfix.facts import STOCK_PARTITION_SIZE, Facts, dense_partition_groups
+from ds_gradfix.facts import STOCK_PARTITION_SIZE, Facts, dense_partition_groups, is_autoep_expert
 from ds_gradfix.registry import Check, Effect, Entry, Measurement, Patch, Plan, Steer, Verdict, checks
 from ds_gradfix.reduction import gradient_scale
 from ds_gradfix.settings import Settings
@@ -130,8 +130,7 @@ def _own_step(zero: Any) -> bool:
 
 def _folds(engine: Any) -> bool:
     """Whether tensor-parallel peers own different routed experts (AutoEP folded with AutoTP)."""
-    families = {getattr(param, "ds_zero_placement_family", None) for param in engine.module.parameters()}
-    return "autoep_expert" in families and int(engine.mp_world_size) > 1
+    return int(engine.mp_world_size) > 1 and any(map(is_autoep_expert, engine.module.parameters()))
 
 
 def _expert_parallel_size(engine: Any) -> int:
@@ -349,15 +348,18 @@ def _measure(
 ) -> dict[str, tuple[Measurement, ...] | str]:
     """Each patch's and check's measurements, or the error that stopped them. The engine is left as it was."""
     found: dict[str, tuple[Measurement, ...] | str] = {}
+    known: dict[Any, tuple[Measurement, ...] | str] = {}  # patches that share a correction share its measurement
     patches = [plan.entry(patch_id).patch for patch_id in sorted({*engagement.effects, *engagement.left_out})]
     everything: list[Patch | Check] = [*patches, *checks()]
     for one in everything:
         try:
-            with _unlogged_collectives():
-                found[one.id] = tuple(one.measure(engine))
+            if one.measure not in known:
+                with _unlogged_collectives():
+                    known[one.measure] = tuple(one.measure(engine))
         except Exception as error:  # one rank's failure must be heard by all, not end one rank
-            found[one.id] = f"{type(error).__name__}: {error}"
+            known[one.measure] = f"{type(error).__name__}: {error}"
             log.exception("ds-gradfix: the self-check of %s failed", one.id)
+        found[one.id] = known[one.measure]
     return found
 
 

@@ -84,11 +84,16 @@ STOCK_PARTITION_SIZE = "_ds_gradfix_stock_partition_size"
 """Where ZeRO-3's parameter offload says over how many ranks DeepSpeed by itself would have partitioned."""
 
 
+def is_autoep_expert(param: Any) -> bool:
+    """As AutoEP marks routed experts: ranks own different ones, folded with AutoTP tensor-parallel peers too."""
+    return getattr(param, "ds_zero_placement_family", None) == "autoep_expert"
+
+
 def dense_partition_groups(engine: Any) -> list[Any]:
     """The distinct process groups that a live engine's dense parameters lie partitioned over: not those of experts."""
     found: dict[int, Any] = {}
     for param in engine.module.parameters():
-        if hasattr(param, "ds_process_group") and getattr(param, "ds_zero_placement_family", None) != "autoep_expert":
+        if hasattr(param, "ds_process_group") and not is_autoep_expert(param):
             found[id(param.ds_process_group)] = param.ds_process_group
     return list(found.values())
 

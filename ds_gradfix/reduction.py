@@ -69,6 +69,14 @@ def split_scale(
     return 1.0, scale
 
 
+def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The tensors in lists of one device and dtype each: what a fused operation takes."""
+    lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        lists.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(lists.values())
+
+
 def scale_(tensors: Sequence[Tensor], factor: float) -> None:
     """Multiply every tensor in place, fused over the list; a factor of one touches nothing."""
     import torch
@@ -274,12 +282,9 @@ def _power_sum(tensors: Sequence[Tensor], device: torch.device | str, dtype: tor
     import torch
 
     largest = math.isinf(norm_type)
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     powers = []
-    for (_, stored), same in alike.items():
-        norms = torch.stack(_norms(same, norm_type, torch.promote_types(stored, dtype)))
+    for same in alike(tensors):
+        norms = torch.stack(_norms(same, norm_type, torch.promote_types(same[0].dtype, dtype)))
         power = norms.max() if largest else norms.pow(norm_type).sum()
         # A copy to the host that nobody waits for could be read before it is there.
         powers.append(power.to(device, dtype, non_blocking=torch.device(device).type != "cpu"))

@@ -116,6 +116,12 @@ def accumulates_in_fp32(facts: Facts) -> bool:
     return facts.dtype == "bf16" and fp32 and stage
 
 
+def steps_in_bf16_optimizer(facts: Facts) -> bool:
+    """Whether a job is meant for BF16_Optimizer: those, and pipelines of any kind without ZeRO."""
+    pipeline = facts.dtype == "bf16" and facts.zero_stage == 0 and facts.pipeline_stages > 1
+    return pipeline or accumulates_in_fp32(facts)
+
+
 def measure_scale(engine: Any) -> Measurement:
     """What a bf16 optimizer multiplies norms with; BF16_Optimizer has no such number."""
     scale = float(getattr(engine.optimizer, "cur_scale", 1.0))

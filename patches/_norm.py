@@ -86,7 +86,14 @@ def global_norm(parts: Sequence[NormPart]) -> Tensor:
 
     accelerator = sys.modules["deepspeed.accelerator"].get_accelerator()
     doubles = getattr(accelerator, "is_fp64_supported", lambda: accelerator.device_name() != "mps")()
-    return sharded_norm(parts, accelerator.current_device_name(), torch.float64 if doubles else torch.float32)
+    dtype = torch.float64 if doubles else torch.float32
+    return sharded_norm(parts, accelerator.current_device_name(), dtype, all_reduce=_all_reduce)
+
+
+def _all_reduce(tensor: Tensor, group: Any, op: str) -> None:
+    """DeepSpeed's own, so that its log of collectives counts this one as it does those of its norms."""
+    comm = sys.modules["deepspeed.comm"]
+    comm.all_reduce(tensor, op=comm.ReduceOp.SUM if op == "sum" else comm.ReduceOp.MAX, group=group)
 
 
 def tensor_parallel_group(mpu: Any) -> Any:

@@ -5,13 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ds_gradfix import reduction
-from ds_gradfix.patches._zero12 import scale_of
+from ds_gradfix.patches._zero0 import CLASS, MODULE, measured, probe_of
 from ds_gradfix.registry import Measurement, Rewrite, Target
 from ds_gradfix.source import Rule
-
-MODULE = "deepspeed.runtime.engine"
-CLASS = "DeepSpeedEngine"
 
 
 class _Rows:
@@ -54,35 +50,20 @@ class _Lookalike:
 def measure_rows(engine: Any) -> list[Measurement]:
     """A dense embedding gradient, some of whose rows sum to zero, through its collection and its reduction."""
     torch = sys.modules["torch"]
-    probe, size = _probe(engine)
+    probe = probe_of(engine)
     dense = torch.stack([probe, -probe], dim=1)
     embedding = torch.nn.Embedding(*dense.shape, _weight=torch.zeros_like(dense))
     embedding.weight.grad = dense
     gradients, _ = type(engine)._get_gradients_for_reduction(_Lookalike(engine, embedding))
     engine._reduce_non_expert_gradients(gradients, dense.numel())
-    return _measured(engine, "compressed rows of an embedding", embedding.weight.grad[:, 0], size)
+    return measured(engine, "compressed rows of an embedding", embedding.weight.grad[:, 0])
 
 
 def measure_divisor(engine: Any) -> list[Measurement]:
     """A known sparse gradient through the engine's reduction of sparse gradients."""
     torch = sys.modules["torch"]
-    probe, size = _probe(engine)
+    probe = probe_of(engine)
     indices = torch.arange(len(probe), device=probe.device)
     gradient = torch.sparse_coo_tensor(indices[None], probe[:, None], (len(probe), 1))
     engine._reduce_non_expert_gradients([sys.modules[MODULE].SparseTensor(gradient)], len(probe))
-    return _measured(engine, "engine's reduction of sparse gradients", gradient.to_dense()[:, 0], size)
-
-
-def _probe(engine: Any) -> tuple[Any, int]:
-    dist = sys.modules["deepspeed.comm"]
-    group = engine.seq_data_parallel_group
-    size, rank = dist.get_world_size(group=group), dist.get_rank(group=group)
-    device = sys.modules["deepspeed.accelerator"].get_accelerator().current_device_name()
-    dtype = next(iter(engine.module.parameters())).dtype
-    return reduction.probe_gradient(2 * size + 1, size, rank).to(device=device, dtype=dtype), size
-
-
-def _measured(engine: Any, path: str, got: Any, size: int) -> list[Measurement]:
-    right = scale_of(engine, size, engine.sequence_parallel_size) * reduction.probe_sum(len(got))
-    tolerance = reduction.probe_tolerance(got.dtype, engine.communication_data_type)
-    return [Measurement(path, *reduction.compare(got.double().cpu(), right), tolerance)]
+    return measured(engine, "engine's reduction of sparse gradients", gradient.to_dense()[:, 0])

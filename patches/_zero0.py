@@ -47,18 +47,27 @@ SPARSE_SUM = Steer(Target(MODULE, f"{CLASS}.sparse_allreduce"), _SUM)
 
 def measure(engine: Any) -> list[Measurement]:
     """Known gradients through the engine's own reduction of dense gradients."""
+    probe = probe_of(engine)
+    engine._reduce_non_expert_gradients([probe], probe.numel())
+    return measured(engine, "engine's reduction of dense gradients", probe)
+
+
+def probe_of(engine: Any) -> Any:
+    """This rank's part of a known gradient for the engine's own reduction: two elements for each rank, and one."""
     dist = sys.modules["deepspeed.comm"]
     group = engine.seq_data_parallel_group
     size, rank = dist.get_world_size(group=group), dist.get_rank(group=group)
     device = sys.modules["deepspeed.accelerator"].get_accelerator().current_device_name()
     dtype = next(iter(engine.module.parameters())).dtype
-    numel = 2 * size + 1
-    probe = reduction.probe_gradient(numel, size, rank).to(device=device, dtype=dtype)
-    engine._reduce_non_expert_gradients([probe], numel)
-    right = scale_of(engine, size, engine.sequence_parallel_size) * reduction.probe_sum(numel)
-    ratio, error = reduction.compare(probe.double().cpu(), right)
-    tolerance = reduction.probe_tolerance(dtype, engine.communication_data_type)
-    return [Measurement("engine's reduction of dense gradients", ratio, error, tolerance)]
+    return reduction.probe_gradient(2 * size + 1, size, rank).to(device=device, dtype=dtype)
+
+
+def measured(engine: Any, path: str, got: Any) -> list[Measurement]:
+    """What has become of a probe, over what should have."""
+    size = sys.modules["deepspeed.comm"].get_world_size(group=engine.seq_data_parallel_group)
+    right = scale_of(engine, size, engine.sequence_parallel_size) * reduction.probe_sum(len(got))
+    tolerance = reduction.probe_tolerance(got.dtype, engine.communication_data_type)
+    return [Measurement(path, *reduction.compare(got.double().cpu(), right), tolerance)]
 
 
 class _Experts:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ds_gradfix import reduction
+from ds_gradfix.facts import is_autoep_expert
 from ds_gradfix.registry import Measurement, Replace, Rewrite, Target
 from ds_gradfix.source import Rule
 
@@ -210,7 +211,7 @@ def _probes(optimizer: Any, template: Any) -> list[Any]:
 def _contributing_group(optimizer: Any, template: Any) -> Any:
     """The ranks whose gradients belong to a parameter: all that reduce with this optimizer, or the
     replicas of a routed expert. A dense parameter partitioned over fewer ranks is measured wrong."""
-    if getattr(template, "ds_zero_placement_family", None) == "autoep_expert":
+    if is_autoep_expert(template):
         return _partition_group(optimizer, [template])
     return optimizer.dp_process_group
 

@@ -6,15 +6,14 @@ from typing import Any
 
 from ds_gradfix.facts import Facts
 from ds_gradfix.patches import _zero0
-from ds_gradfix.patches._bf16 import AS_MEANT, accumulates_in_fp32, measure_scale
+from ds_gradfix.patches._bf16 import AS_MEANT, steps_in_bf16_optimizer, measure_scale
 from ds_gradfix.registry import Effect, Measurement, Patch, known_sources
 
 ID = "bf16-optimizer-choice"
 
 
 def _affects(facts: Facts) -> Effect | None:
-    pipeline = facts.pipeline_stages > 1 and facts.dtype == "bf16" and facts.zero_stage == 0
-    if not pipeline and not accumulates_in_fp32(facts):
+    if not steps_in_bf16_optimizer(facts):
         return None
     return Effect(
         None,

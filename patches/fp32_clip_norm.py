@@ -5,15 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_gradfix.facts import Facts
 from ds_gradfix.patches import _norm
-from ds_gradfix.reduction import clip_coefficient
+from ds_gradfix.reduction import alike, clip_coefficient
 from ds_gradfix.registry import Effect, Measurement, Patch, Replace, Steer, Target, known_sources
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 ID = "fp32-clip-norm"
 
@@ -43,14 +40,10 @@ def _clip(engagement: Any, original: Callable[..., Any], engine: Any) -> None:
     params = list(engine.module.parameters())
     norm = _norm.global_norm(_norm.parts_of(params, engine.mpu, engine.seq_data_parallel_group))
     coefficient = clip_coefficient(norm, engine.gradient_clipping())
-    alike: dict[tuple[Any, Any], list[Tensor]] = {}
-    for param in params:
-        if param.grad is not None and param.grad.numel():
-            held = param.grad._values() if param.grad.is_sparse else param.grad
-            alike.setdefault((held.device, held.dtype), []).append(held)
+    gradients = [param.grad for param in params if param.grad is not None and param.grad.numel()]
     with torch.no_grad():
-        for (device, _), gradients in alike.items():
-            torch._foreach_mul_(gradients, coefficient.to(device))
+        for held in alike(grad._values() if grad.is_sparse else grad for grad in gradients):
+            torch._foreach_mul_(held, coefficient.to(held[0].device))
     engine._global_grad_norm = norm
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ds_gradfix.facts import Facts
+from ds_gradfix.patches._bf16 import steps_in_bf16_optimizer
 from ds_gradfix.patches._step import BF16_STEP, NONFINITE, ZERO3_STEP, ZERO12_STEP
 from ds_gradfix.registry import Effect, Measurement, Patch, known_sources
 
@@ -12,21 +13,11 @@ from ds_gradfix.registry import Effect, Measurement, Patch, known_sources
 def _affects(facts: Facts) -> Effect | None:
     if facts.dtype == "fp16":
         return None  # looks at every element, in every release
-    if _by_bf16_optimizer(facts):
+    if steps_in_bf16_optimizer(facts):
         return Effect(None, "a gradient of zeros, or one that is not finite, ends the job or flips the update's sign")
     if facts.zero_stage == 0 or facts.own_step:
         return None
     return Effect(None, "a gradient that is not finite is reported as a norm of 1 or NaN, and goes into the weights")
-
-
-def _by_bf16_optimizer(facts: Facts) -> bool:
-    """Whether DeepSpeed's BF16_Optimizer steps: one that accumulates in fp32, in a pipeline of any kind."""
-    wide = facts.grad_accum_dtype in ("fp32", "float32", "float", "torch.float32")
-    if facts.dtype != "bf16" or facts.zero_stage > 1:
-        return False
-    if facts.zero_stage == 1:
-        return wide and not facts.offload_optimizer
-    return wide or facts.pipeline_stages > 1
 
 
 def _measure(engine: Any) -> list[Measurement]:

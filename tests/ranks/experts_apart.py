@@ -14,11 +14,12 @@ import deepspeed
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from experts_over_shards import EXPERTS, WIDTH, Plain
 from scenario import forget_groups, play
 from torch import Tensor, nn
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-WIDTH, ROWS, EXPERTS, LAYERS = 4, 16, 2, 3
+ROWS, LAYERS = 16, 3
 """Three layers: then a partition holds slices of two experts' gradients that do not lie side by side in a bucket."""
 
 
@@ -36,20 +37,6 @@ class Routed(nn.Module):
             hidden = hidden + routed(dense(hidden))[0]
         outputs: Tensor = self.out(hidden)
         return outputs.square().mean()
-
-
-class Plain(nn.Module):
-    """What `deepspeed.moe.layer.MoE` computes while no expert is full."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(EXPERTS))
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor]:
-        share, chosen = self.gate(hidden).softmax(dim=1).max(dim=1)
-        every = torch.stack([expert(hidden) for expert in self.experts])
-        return (share[:, None] * every[chosen, torch.arange(len(chosen))],)
 
 
 def value_of(name: str) -> Tensor:
