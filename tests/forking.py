@@ -8,6 +8,7 @@ themselves, after DeepSpeed: what start-up and import order do is tested in proc
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -25,6 +26,8 @@ def main() -> None:
     import torch
 
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer of a process imports torch's compiler
+    gc.collect()
+    gc.freeze()  # what is imported by now is never garbage: ranks need not search it
 
     for line in sys.stdin:
         launch = json.loads(line)

@@ -95,7 +95,12 @@ def _server(path: str) -> subprocess.Popen[str]:
 
 
 def played(
-    script: str, *scenarios: str, ranks: int = 2, release: str | None = None, env: Mapping[str, str] | None = None
+    script: str,
+    *scenarios: str,
+    ranks: int = 2,
+    release: str | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 240,
 ) -> dict[str, dict[str, list[Any]]]:
     """What a script that ends with ``scenario.play`` gave: scenario -> ``stock`` or ``corrected`` -> by rank.
 
@@ -104,7 +109,7 @@ def played(
     # DeepSpeed asks that the first two be set; some releases compile the experts' gate, which takes a minute.
     base = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHDYNAMO_DISABLE": "1"}
     path = {"PYTHONPATH": folder_of(release)} if release else {}
-    ended = launch(script, *scenarios, ranks=ranks, env={**base, **path, **(env or {})})
+    ended = launch(script, *scenarios, ranks=ranks, env={**base, **path, **(env or {})}, timeout=timeout)
     for rank in ended:
         assert rank.status == 0, rank.output[-3000:]
     said = [json.loads(rank.output.splitlines()[-1]) for rank in ended]

@@ -274,6 +274,7 @@ SCENARIOS |= {
     "pipeline 2 x4": partial(piped, 2, 0, 4),
     "pipeline 2 x3, ZeRO-1": partial(piped, 2, 1, 3),
     "pipeline 2 x1": partial(piped, 2, 0, 1),
+    "pipeline 2 x1, ZeRO-1": partial(piped, 2, 1, 1),
     "pipeline 1 x4": partial(piped, 1, 0, 4),
 }
 for _stage in range(4):

@@ -14,7 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ds_gradfix.errors import GradfixError
 from ds_gradfix.verify import Case, _rank
 from ds_gradfix.verify import model as oracle
-from ds_gradfix.verify.config import prepared
+from ds_gradfix.verify.config import precision, prepared
 from ds_gradfix.verify.reference import train
 
 RANKS = int(os.environ["WORLD_SIZE"])
@@ -36,7 +36,8 @@ def engine_for(one: Case, net: Any = None, **how: Any) -> Any:
 
 
 def compared(one: Case, engine: Any) -> dict[str, Any]:
-    steps = [_rank._step(one, engine, step, CPU, torch.float32) for step in range(one.steps)]
+    inputs = getattr(torch, precision(one).master)
+    steps = [_rank._step(one, engine, step, CPU, inputs) for step in range(one.steps)]
     found: dict[str, Any] = {"ratios": [], "errors": [], "norms": [], "updates": []}
     for got, right in zip(steps, train(one, RANKS), strict=True):
         for name, gradient in right.gradients.items():
@@ -50,7 +51,7 @@ def compared(one: Case, engine: Any) -> dict[str, Any]:
         found["updates"].append(float(torch.cat([(a - b).flatten() for a, b in zip(moved, wanted)]).norm()
                                       / torch.cat([b.flatten() for b in wanted]).norm()))  # fmt: skip
     # What this rank itself computes with: its gathered weights, not what it owns of the masters.
-    found["weights"] = hashlib.sha256(b"".join(p.numpy().tobytes() for p in whole(engine).values())).hexdigest()
+    found["weights"] = hashlib.sha256(b"".join(p.float().numpy().tobytes() for p in whole(engine).values())).hexdigest()
     return found
 
 

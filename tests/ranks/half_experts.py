@@ -37,7 +37,7 @@ def step(dtype: str, fused: bool = False) -> dict[str, float]:
     for parameter in net.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator)
     groups = split_params_into_different_moe_groups_for_optimizer({"params": list(net.parameters()), "name": "all"})
-    half = {"loss_scale": 128.0} if dtype == "fp16" else {}
+    half = {"initial_scale_power": 7} if dtype == "fp16" else {}
     engine = deepspeed.initialize(
         model=net,
         optimizer=FlatSgd(groups) if fused else torch.optim.SGD(groups, lr=1.0),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -137,20 +138,29 @@ def scaled() -> list[float]:
     return [*given, float(engine.backward(loss))]
 
 
+class Parted(Exception):
+    """The ranks do not agree on an overflow: a step would hang, or part them."""
+
+
 def flags() -> list[Any]:
-    """Under ZeRO-1 only one rank's part of the gradients overflows: each rank's flag, and what a step does then."""
+    """Under ZeRO-1 only one rank's part of the gradients overflows: each rank's flag in a step, and what it does."""
     engine = job(1)
     given = numbers(0, 0)
     given[0] = float("inf")
     engine.backward(engine(given))
-    optimizer = engine.optimizer
-    optimizer.check_overflow(partition_gradients=optimizer.partition_gradients)
-    flag = bool(optimizer.overflow)
-    both = [None, None]
-    torch.distributed.all_gather_object(both, flag)
-    if both[0] == both[1]:
+    optimizer, found = engine.optimizer, [None, None]
+    check = optimizer.check_overflow
+
+    def checked(*args: Any, **kwargs: Any) -> None:
+        check(*args, **kwargs)
+        torch.distributed.all_gather_object(found, bool(optimizer.overflow))
+        if found[0] != found[1]:
+            raise Parted
+
+    optimizer.check_overflow = checked
+    with suppress(Parted):
         engine.step()
-    return [flag, engine.skipped_steps, weights(engine).tolist()]
+    return [found[RANK], engine.skipped_steps, weights(engine).tolist()]
 
 
 SCENARIOS: dict[str, Callable[[], Any]] = {

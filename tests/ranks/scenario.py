@@ -42,11 +42,20 @@ def play(scenarios: Mapping[str, Callable[[], Any]], detach: bool = True) -> Non
     for name in wanted:
         found[name]["corrected"] = _outcome(scenarios[name])
     ds_gradfix.disable()
+    _modes.append("stock")
     for name in wanted:
         found[name]["stock"] = _outcome(scenarios[name])
     print(json.dumps({"deepspeed": deepspeed.__version__, "scenarios": found}))
     sys.stdout.flush()
     os._exit(0)
+
+
+_modes = ["corrected"]
+
+
+def on_stock() -> bool:
+    """Whether the running scenario is on stock DeepSpeed."""
+    return _modes[-1] == "stock"
 
 
 def _outcome(scenario: Callable[[], Any]) -> Any:
