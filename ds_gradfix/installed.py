@@ -34,10 +34,14 @@ class Installed:
         if self.deepspeed_path is None:
             return None
         stem = self.deepspeed_path.joinpath(*module.split(".")[1:])
-        for candidate in (stem.with_suffix(".py"), stem / "__init__.py"):
-            if candidate.is_file():
-                return candidate
-        return None
+        return next((file for file in (stem.with_suffix(".py"), stem / "__init__.py") if file.is_file()), None)
+
+    def has_bytecode_alone(self, module: str) -> bool:
+        """Whether a DeepSpeed module was installed without its source."""
+        if self.deepspeed_path is None or self.module_file(module):
+            return False
+        stem = self.deepspeed_path.joinpath(*module.split(".")[1:])
+        return stem.with_suffix(".pyc").is_file() or (stem / "__init__.pyc").is_file()
 
 
 def find_installed() -> Installed:

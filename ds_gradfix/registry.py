@@ -209,6 +209,12 @@ def known_sources(patch_id: str) -> dict[str, dict[str, Verdict]]:
     return known
 
 
+@cache
+def _releases_with(target: str) -> frozenset[str]:
+    """The known releases that have a target, as they were published."""
+    return frozenset(release for entry in catalogue() if entry["target"] == target for release in entry["releases"])
+
+
 def newest_known_release() -> Version:
     return max(Version(release) for entry in catalogue() for release in entry["releases"])
 
@@ -348,6 +354,9 @@ def read_functions(installed: Installed, targets: Iterable[Target]) -> Functions
         by_module.setdefault(target.module, []).append(target)
     found: dict[Target, Function | str | None] = {}
     for module, wanted in by_module.items():
+        if installed.has_bytecode_alone(module):
+            found.update(dict.fromkeys(wanted, "only its bytecode is installed, and no source to read"))
+            continue
         path = installed.module_file(module)
         try:
             functions = find_functions(path, [t.qualname for t in wanted]) if path else {}
@@ -366,7 +375,10 @@ def _finding(installed: Installed, patch: Patch, target: Target, function: Funct
         if installed.deepspeed_path is None:
             return Finding(target, Verdict.ABSENT, "DeepSpeed is not installed")
         if _known(installed):
-            return Finding(target, Verdict.ABSENT, "this release does not have it")
+            if str(installed.release) not in _releases_with(str(target)):
+                return Finding(target, Verdict.ABSENT, "this release does not have it")
+            reason = f"this build does not have it where DeepSpeed {installed.release} has"
+            return Finding(target, Verdict.UNRECOGNISED, reason)
         return Finding(target, Verdict.UNRECOGNISED, "it is not where every known release that has it keeps it")
     mark = fingerprint(function.node)
     verdict = patch.fingerprints.get(str(target), {}).get(mark, Verdict.UNRECOGNISED)

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import py_compile
 import shutil
 import subprocess
 import sys
@@ -219,11 +220,40 @@ def test_a_target_that_a_newer_or_nameless_release_lacks_has_moved(copy: Copy, v
 
 
 def test_the_newest_known_release_itself_counts_as_known(copy: Copy) -> None:
-    copy.file.unlink()
     newest = newest_known_release()
     assert newest >= Version("0.19.8")
-    assert plan_of(copy.installed(str(newest))).entry(SCATTER_SCALE).verdict is Verdict.ABSENT
-    assert plan_of(copy.installed(f"{newest}.post1")).entry(SCATTER_SCALE).verdict is Verdict.UNRECOGNISED
+    (undivided,) = (patch for patch in discover() if patch.id == "pipeline-accumulation-undivided")
+    patch = patch_of("gone", (rewrite_of("A.gone"),), {})
+    for one in (undivided, patch):
+        copy.file.unlink(missing_ok=True)
+        verdict = plan_of(copy.installed(f"{newest}.post1"), [one]).entries[0].verdict
+        assert verdict is Verdict.UNRECOGNISED
+    assert plan_of(copy.installed(str(newest)), [patch]).entries[0].verdict is Verdict.ABSENT
+
+
+@pytest.mark.parametrize("version", ["0.19.8", "0.19.8+vendor.3", "0.14.0"])
+def test_a_build_that_lacks_what_its_release_has_is_not_taken_for_one_without_the_defect(
+    copy: Copy, version: str
+) -> None:
+    copy.edit(f"    def {SCATTER.qualname.rsplit('.', 1)[-1]}(", "    def __moved(")
+    for entry in plan_of(copy.installed(version)).entries:
+        assert (verdicts(entry)[SCATTER], entry.act) == (Verdict.UNRECOGNISED, False)
+        assert f"this build does not have it where DeepSpeed {version.split('+')[0]} has" in entry.reason
+
+
+def test_a_function_that_lost_an_argument_is_unrecognised(copy: Copy) -> None:
+    copy.edit("def __avg_scatter_grads(self, params_to_reduce: List[Parameter],", "def __avg_scatter_grads(self,")
+    assert acting(plan_of(copy.installed())) == set()
+    assert SCATTER.qualname in plan_of(copy.installed()).entry(SCATTER_SCALE).reason
+
+
+def test_an_installation_of_bytecode_alone_is_unrecognised_and_the_reason_says_why(copy: Copy) -> None:
+    py_compile.compile(str(copy.file), cfile=str(copy.file.with_suffix(".pyc")))
+    copy.file.unlink()
+    for version in ("0.19.8", "0.9.0", "0.99.0", None):
+        for entry in plan_of(copy.installed(version)).entries:
+            assert (entry.verdict, entry.act) == (Verdict.UNRECOGNISED, False)
+            assert "only its bytecode is installed" in entry.reason
 
 
 def test_without_deepspeed_everything_is_absent_and_says_so() -> None:

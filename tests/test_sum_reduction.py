@@ -228,20 +228,9 @@ def test_three_ranks() -> None:
         assert result.right, (result.case.name, result.verdicts, result.error)
 
 
-@pytest.mark.parametrize("release", ["0.19.5"])
-def test_a_release_that_ignores_the_key(release: str) -> None:
-    """Stock gives the mean, half of the sum, on every path; then every path gives the sum."""
+def test_gradients_that_are_never_reduced_are_not_summed_in_silence() -> None:
+    """On a CPU DeepSpeed drops the reduction of gradients apart altogether before 0.19.8."""
     env = {name: value for name, value in os.environ.items() if "DS_GRADFIX" not in name}
-    env["PYTHONPATH"] = folder_of(release)
-    cases = core(2)
-    ignored = [one for one in cases if one.sequence_parallel == 1 and not one.config.get("gradient_predivide_factor")]
-    for result in measure(ignored, corrected=False, env=env):
-        ratios = [ratio for ratio in result.ratios.values() if ratio is not None]
-        assert ratios == pytest.approx([0.5] * len(ratios), rel=0.05), (result.case.name, result.error)
-    *summed, one, two = measure([*cases, case(1, APART), case(2, APART)], corrected=True, env=env)
-    for result in summed:
-        assert result.versions["deepspeed"].startswith(release)
-        assert result.right, (result.case.name, result.verdicts, result.error)
-    # On a CPU DeepSpeed drops these gradients' reduction altogether before 0.19.8: whoever asks for a sum hears of it.
-    for result in (one, two):
+    env["PYTHONPATH"] = folder_of("0.19.5")
+    for result in measure([case(1, APART), case(2, APART)], corrected=True, env=env):
         assert result.error is not None and "SelfCheckError" in result.error and "bucket reduction" in result.error

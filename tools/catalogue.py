@@ -2,17 +2,20 @@
 
     python tools/catalogue.py
 
-Releases come from the package index (see tools/releases.py); nothing of them is imported. Verdicts are by release,
-below: what a reader of the sources and the oracle found.
+Releases come from the package index (see tools/releases.py); nothing of them is imported. Verdicts are by release, from
+tools/defective_in.json. What earned each is from docs/matrix.json: the newest release with that source on which stock
+ran it and showed what the verdict says, and the configuration; or "by reading".
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import matrix
 import releases
 from packaging.version import Version
 
@@ -21,61 +24,28 @@ from ds_gradfix.registry import Target, Verdict, discover, read_functions
 from ds_gradfix.source import Function, fingerprint
 
 FILE = Path(__file__).resolve().parent.parent / "patches" / "fingerprints.json"
+READ = "by reading"
+BOUNDS = Path(__file__).resolve().parent / "defective_in.json"
+"""Of each patch the first and the last defective release, by function, "*" for all others; null is no end. A patch that
+is not named there is needed by every release. Before the first a target does not have the defect yet."""
 
-DEFECTIVE_IN: dict[tuple[str, str], tuple[str | None, str | None]] = {
-    ("sum-reduction", ""): (None, "0.19.5"),
-    ("fp16-zero0-loss-scale", "backward"): ("0.18.3", None),
-    ("fp16-zero0-loss-scale", "scale"): ("0.18.3", None),
-    ("fused-expert-norm", ""): (None, "0.19.7"),
-    ("fused-fp16-step", ""): ("0.17.6", "0.18.1"),
-    ("nonfinite-norm", ""): (None, "0.19.7"),
-    ("zero1-overflow-flag", ""): ("0.17.1", "0.17.6"),
-    # ZeRO 0 averaged over shards, and experts over the ranks that hold them.
-    ("sequence-parallel-mean", "_reduce_non_expert_gradients"): ("0.14.3", None),
-    ("sequence-parallel-mean", "_reduce_expert_gradients"): ("0.14.1", None),
-    # The source of 0.19.3 is that of 0.17.1; there is nothing to fold before 0.19.3, which the patch asks by `needs`.
-    ("folded-expert-norm", ""): ("0.17.1", None),
-    # 0.18.7 began to flatten on the accelerator; bf16 came to fp16's optimizer with 0.17.6,
-    # whose gradients the step had never cleared for it.
-    ("zero12-flatten-detach", ""): ("0.18.7", "0.18.9"),
-    ("bf16-zero0-state", "_configure_fp16_optimizer"): ("0.17.6", "0.18.5"),
-    ("bf16-zero0-state", "_take_model_step"): (None, "0.18.5"),
-    ("bf16-optimizer-choice", ""): ("0.17.6", "0.18.4"),
-    ("bf16-boundary-gradient", ""): ("0.18.3", "0.18.9"),
-    ("zero12-expert-scale", ""): (None, "0.15.3"),
-    ("zero12-expert-copy", ""): (None, "0.19.7"),
-    ("zero2-accumulation", ""): ("0.17.6", "0.18.2"),
-    ("zero2-offload-accumulation", ""): ("0.15.2", "0.18.9"),
-    ("zero2-offload-boundary", "copy_grads_in_partition"): (None, "0.18.9"),
-    # Before 0.15.2 and from 0.19.0 on it keeps what it is called for, but not only what is of this step.
-    ("zero2-offload-boundary", "async_accumulate_grad_in_cpu_via_gpu"): (None, "0.18.9"),
-    # The division moved from backward into its prologue with 0.16.5, and to the outputs of forward with 0.18.3.
-    ("pipeline-accumulation-undivided", "backward"): ("0.16.0", "0.16.4"),
-    ("pipeline-accumulation-undivided", "_backward_prologue"): ("0.16.5", "0.18.2"),
-    ("no-sync-accumulation", "backward"): ("0.16.0", "0.16.4"),
-    ("no-sync-accumulation", "_backward_prologue"): ("0.16.5", "0.18.2"),
-    ("pipeline-accumulation-repeated", ""): ("0.18.3", "0.19.2"),
-    ("accumulation-scale-ignored", ""): ("0.18.3", "0.18.3"),
-    # From 0.18.4 on the hook knows a switch that turns it off.
-    ("accumulation-loss-paths", "_backward_prologue_per_tensor"): ("0.18.3", "0.18.3"),
-    ("accumulation-loss-paths", "backward"): ("0.18.3", "0.19.5"),
-    ("sparse-rows-of-sum-zero", ""): (None, "0.19.7"),
-    ("folded-input-gradient", ""): ("0.19.3", "0.19.7"),
-}
-"""The first and the last defective release, by patch, and by function where its targets differ; None is no end. A
-patch that is not named here is needed by every release. Before the first a target does not have the defect yet."""
+
+@cache
+def bounds() -> dict[str, Any]:
+    return dict(json.loads(BOUNDS.read_text(encoding="utf-8")))
 
 
 def verdict(patch_id: str, qualname: str, release: str) -> Verdict:
+    by_function = bounds().get(patch_id, {}).get("defective", {})
     function = qualname.rsplit(".", 1)[-1]
-    bounds = DEFECTIVE_IN.get((patch_id, function), DEFECTIVE_IN.get((patch_id, ""), (None, None)))
-    first, last = (Version(bound) if bound else None for bound in bounds)
+    found = by_function.get(function) or by_function.get("*") or (None, None)
+    first, last = (Version(bound) if bound else None for bound in found)
     if first and Version(release) < first:
         return Verdict.ABSENT
     return Verdict.FIXED if last and Version(release) > last else Verdict.DEFECTIVE
 
 
-def catalogue(folders: Mapping[str, Path]) -> list[dict[str, object]]:
+def catalogue(folders: Mapping[str, Path]) -> list[dict[str, Any]]:
     """One entry for each distinct source of each target: its releases and its verdict for each patch."""
     wanted: dict[Target, list[str]] = {}
     for patch in discover():
@@ -97,7 +67,37 @@ def catalogue(folders: Mapping[str, Path]) -> list[dict[str, object]]:
     return [entry for _, entry in sorted(entries.items(), key=lambda item: item[0][0])]
 
 
+def earned(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The entries with what earned each verdict, as far as the matrix has been run."""
+    results = matrix.read()
+    by_release = {release: matrix.rows_of(results, release) for release in results["releases"]}
+    return [{**entry, "earned": {p: _earned(entry, p, by_release) for p in entry["verdicts"]}} for entry in entries]
+
+
+def _earned(entry: Mapping[str, Any], patch_id: str, by_release: Mapping[str, Sequence[matrix.Row]]) -> str:
+    for release in reversed(entry["releases"]):
+        for row in by_release.get(release, ()):
+            if row.affected and row.ran and patch_id in row.patches and _shows(row, entry, patch_id):
+                return f"{release}, {row.name}"
+    return READ
+
+
+def _shows(row: matrix.Row, entry: Mapping[str, Any], patch_id: str) -> bool:
+    if entry["verdicts"][patch_id] == Verdict.DEFECTIVE.value:
+        # An error of stock's that is gone is the defect, wherever it was raised.
+        return not row.stock_right and row.corrected_right and (entry["target"] in row.run or bool(row.said[0]))
+    return entry["target"] in row.run and (row.stock_right or len(row.patches) > 1)
+
+
+def write() -> list[dict[str, Any]]:
+    found = earned(catalogue(releases.all_folders()))
+    FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return found
+
+
 if __name__ == "__main__":
-    found = catalogue(releases.all_folders())
-    FILE.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{len(found)} sources of {len({entry['target'] for entry in found})} targets")
+    found = write()
+    reading = sum(one == READ for entry in found for one in entry["earned"].values())
+    verdicts = sum(len(entry["verdicts"]) for entry in found)
+    print(f"{len(found)} sources of {len({entry['target'] for entry in found})} targets, {verdicts} verdicts, "
+          f"{verdicts - reading} earned by a run")  # fmt: skip

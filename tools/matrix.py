@@ -4,8 +4,8 @@
     python tools/matrix.py --page             writes the page only
 
 Each release runs in processes of its own, over gloo. What is measured goes into docs/matrix.json as it comes, and a
-release that is there is not run again, so that a run can be taken up where it stopped; to have one measured anew take it
-out with --forget RELEASE. docs/matrix.md is written from the file. The configurations are tests/ranks/core_set.py.
+release that is there is not run again, so that a run can be taken up where it stopped; --anew RELEASE measures one once
+more. docs/matrix.md is written from the file. The configurations are those of tests/ranks/core_set.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import releases
 from packaging.version import Version
 
 from ds_gradfix.installed import Installed
-from ds_gradfix.registry import Plan, Verdict, discover, make_plan
+from ds_gradfix.registry import Plan, catalogue, discover, make_plan
 from ds_gradfix.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -194,6 +194,27 @@ def rows_of(results: dict[str, Any], release: str) -> list[Row]:
 # --------------------------------------------------------------------------------------- judging
 
 
+MAIN_TARGETS = (
+    "DeepSpeedEngine.allreduce_bucket",
+    "DeepSpeedEngine.backward",
+    "DeepSpeedZeroOptimizer.average_tensor",
+    "DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue",
+    "DeepSpeedZeroOptimizer_Stage3.__avg_scatter_grads",
+)
+"""What every gradient passes: without ZeRO, on its way back, under ZeRO-1 and 2, and under ZeRO-3."""
+
+
+def representatives() -> list[str]:
+    """The oldest release that runs, the newest, and a few more, so that every source of a main target has one."""
+    entries = [entry for entry in catalogue() if entry["target"].split(":")[1] in MAIN_TARGETS]
+    sources = [{one for one in entry["releases"] if Version(one) >= OLDEST_THAT_RUNS} for entry in entries]
+    every = set().union(*sources)
+    chosen = {min(every, key=Version), max(every, key=Version)}
+    while left := [source for source in sources if source and not source & chosen]:
+        chosen.add(max(every, key=lambda one: (sum(one in source for source in left), Version(one))))
+    return sorted(chosen, key=Version)
+
+
 @cache
 def plan_of(release: str) -> Plan:
     folder = releases.folder_of(release)
@@ -242,13 +263,13 @@ def page(results: dict[str, Any]) -> str:
     lines = [
         "# The release matrix",
         "",
-        f"Measured on {' and '.join(dates)} by `python tools/matrix.py`: {len(known)} releases of DeepSpeed, {known[0]} to "
-        f"{known[-1]}, {len(results['outcomes'])} configurations, each on real ranks over gloo, on stock and corrected, "
-        "against float64 in one process. A ratio is what was measured over what is right, the one furthest from 1 of all "
-        "gradients, norms and updates.",
+        f"Measured on {' and '.join(dates)} by `python tools/matrix.py`: {len(known)} releases of DeepSpeed, "
+        f"{known[0]} to {known[-1]}, {len(results['outcomes'])} configurations, each on real ranks over gloo, on stock "
+        "and corrected, against float64 in one process. A ratio is what was measured over what is right, the one "
+        "furthest from 1 of all gradients, norms and updates.",
         "",
-        f"- {len(ran)} pairs of release and configuration ran. Stock is wrong in {len(wrong)}, corrected in {len(still)}; "
-        f"in {len(same)} both are the same to the bit.",
+        f"- {len(ran)} pairs of release and configuration ran. Stock is wrong in {len(wrong)}, corrected in "
+        f"{len(still)}; in {len(same)} both are the same to the bit.",
         f"- The catalogue and what was measured disagree {len(against)} times.",
         *(f"  - {text}" for text in against),
         "",
@@ -304,7 +325,7 @@ def _shown(one: Row) -> tuple[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", action="store_true", help="only write the page again")
-    parser.add_argument("--forget", action="store_true", help="measure the releases named here anew")
+    parser.add_argument("--anew", action="store_true", help="measure the releases named here anew")
     parser.add_argument("--jobs", type=int, default=1, help="releases at a time")
     parser.add_argument("--rows", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("releases", nargs="*")
@@ -314,7 +335,7 @@ def main() -> None:
         return
     wanted = given.releases or [one for one in releases.published() if Version(one) >= OLDEST_THAT_RUNS]
     results = read()
-    missing = [one for one in wanted if given.forget or one not in results["releases"]]
+    missing = [one for one in wanted if given.anew or one not in results["releases"]]
     with ThreadPoolExecutor(given.jobs) as jobs:  # ranks wait for each other: two releases fill two cores
         for release, rows in zip(missing, jobs.map(_apart, [] if given.page else missing)):
             if isinstance(rows, str):
