@@ -1,4 +1,4 @@
-"""The oldest wrapt that is allowed, on real ranks: all other tests run with the newest. CI installs one of them only."""
+"""The oldest wrapt that is allowed, on real ranks. All other tests run with the newest."""
 
 from __future__ import annotations
 

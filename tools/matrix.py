@@ -1,6 +1,7 @@
 """The release matrix: every patch's affected and unaffected configurations on any releases, stock and corrected.
 
     python tools/matrix.py [RELEASE ...]      every release that runs here, if none is given; then writes the page
+    python tools/matrix.py --only TEXT ...    only the configurations with this text in their names, anew
     python tools/matrix.py --page             writes the page only
 
 Each release runs in processes of its own, over gloo. What is measured goes into docs/matrix.json as it comes, and a
@@ -38,7 +39,7 @@ LAUNCHES = {"main": 2, "four": 4, "unaided": 2, "transformers": 2}
 """The parts of the core set, and the ranks that each takes."""
 FOLDING = Version("0.19.3")
 """The first release that the part with Transformers can run on."""
-PATIENCE = 900.0
+PATIENCE = 300.0
 """Seconds for one launch."""
 BROKEN = ("closed by peer", "Timed out", "timeout")
 """Of errors that can come from an earlier configuration that lost a rank: such a one is run again alone."""
@@ -86,8 +87,11 @@ class Row:
 # --------------------------------------------------------------------------------------- running
 
 
-def run(release: str, parts: Iterable[str] = LAUNCHES) -> list[Row]:
-    """The core set on one release; raises AssertionError where a rank dies."""
+def run(release: str, parts: Iterable[str] = LAUNCHES, texts: Sequence[str] = ()) -> list[Row]:
+    """The core set on one release, or what of it has one of these texts in its name.
+
+    Raises AssertionError where a rank dies.
+    """
     from launching import played
 
     rows = []
@@ -95,7 +99,7 @@ def run(release: str, parts: Iterable[str] = LAUNCHES) -> list[Row]:
         if part == "transformers" and not (_transformers() and Version(release) >= FOLDING):
             continue
         launch = partial(played, "core_set.py", part, ranks=LAUNCHES[part], release=release, timeout=PATIENCE)
-        outcomes = launch()
+        outcomes = launch(*texts)
         for name, by_mode in outcomes.items():
             if any(sign in _error(ranks) for ranks in by_mode.values() for sign in BROKEN):
                 by_mode = launch(name)[name]
@@ -153,28 +157,25 @@ def write(results: dict[str, Any]) -> None:
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def forget(results: dict[str, Any], release: str) -> None:
-    results["releases"].pop(release, None)
-    for name, outcomes in results["outcomes"].items():
-        for outcome in outcomes:
-            outcome["releases"] = [one for one in outcome["releases"] if one != release]
-        results["outcomes"][name] = [outcome for outcome in outcomes if outcome["releases"]]
-
-
 def add(results: dict[str, Any], release: str, rows: Iterable[Row]) -> None:
-    """Releases with the same outcome share an entry."""
-    forget(results, release)
+    """In place of what a release gave before in these configurations. Releases with the same outcome share an entry."""
     results["releases"][release] = date.today().isoformat()
     results["releases"] = dict(sorted(results["releases"].items(), key=lambda item: Version(item[0])))
     for one in rows:
-        found = json.loads(json.dumps({k: v for k, v in dataclasses.asdict(one).items() if k != "name"}))
-        outcomes = results["outcomes"].setdefault(one.name, [])
+        found = json.loads(json.dumps({key: v for key, v in dataclasses.asdict(one).items() if key != "name"}))
+        outcomes = _without(results["outcomes"].get(one.name, []), release)
+        results["outcomes"][one.name] = outcomes
         for outcome in outcomes:
             if all(_same(outcome[key], value) for key, value in found.items()):
                 outcome["releases"] = sorted([*outcome["releases"], release], key=Version)
                 break
         else:
             outcomes.append({**found, "releases": [release]})
+
+
+def _without(outcomes: list[dict[str, Any]], release: str) -> list[dict[str, Any]]:
+    left = [{**one, "releases": [own for own in one["releases"] if own != release]} for one in outcomes]
+    return [one for one in left if one["releases"]]
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -326,18 +327,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", action="store_true", help="only write the page again")
     parser.add_argument("--anew", action="store_true", help="measure the releases named here anew")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT")
     parser.add_argument("--jobs", type=int, default=1, help="releases at a time")
     parser.add_argument("--rows", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("releases", nargs="*")
     given = parser.parse_args()
     if given.rows:  # one release, in a process that takes its ranks' processes with it
-        print(json.dumps([dataclasses.asdict(one) for one in run(given.releases[0])]))
+        print(json.dumps([dataclasses.asdict(one) for one in run(given.releases[0], texts=given.only)]))
         return
     wanted = given.releases or [one for one in releases.published() if Version(one) >= OLDEST_THAT_RUNS]
     results = read()
-    missing = [one for one in wanted if given.anew or one not in results["releases"]]
+    missing = [one for one in wanted if given.anew or given.only or one not in results["releases"]]
     with ThreadPoolExecutor(given.jobs) as jobs:  # ranks wait for each other: two releases fill two cores
-        for release, rows in zip(missing, jobs.map(_apart, [] if given.page else missing)):
+        for release, rows in zip(missing, jobs.map(partial(_apart, given.only), [] if given.page else missing)):
             if isinstance(rows, str):
                 print(f"{release}: could not be measured\n{rows}", flush=True)
                 continue
@@ -351,9 +353,10 @@ def main() -> None:
     PAGE.write_text(page(read()), encoding="utf-8")
 
 
-def _apart(release: str) -> list[Row] | str:
+def _apart(texts: Sequence[str], release: str) -> list[Row] | str:
     """One release in a process that takes its ranks' processes with it; what went wrong, where nothing came of it."""
-    done = subprocess.run([sys.executable, __file__, "--rows", release], capture_output=True, text=True)
+    command = [sys.executable, __file__, "--rows", release, *(f"--only={text}" for text in texts)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         return done.stderr[-2000:]
     return [row_from(data) for data in json.loads(done.stdout.splitlines()[-1])]
