@@ -272,7 +272,7 @@ SCENARIOS |= {
     "zero0 no_sync x4": partial(trained, 0, 4, drive=without_sync),
     "zero1 no_sync x4": partial(trained, 1, 4, drive=without_sync),
     "pipeline 2 x4": partial(piped, 2, 0, 4),
-    "pipeline 2 x3, ZeRO-1": partial(piped, 2, 1, 3),
+    "pipeline 2 x4, ZeRO-1": partial(piped, 2, 1, 4),
     "pipeline 2 x1": partial(piped, 2, 0, 1),
     "pipeline 2 x1, ZeRO-1": partial(piped, 2, 1, 1),
     "pipeline 1 x4": partial(piped, 1, 0, 4),

@@ -255,8 +255,8 @@ SCENARIOS: dict[str, Callable[[], Outcome]] = {
     **{f"no-sync-accumulation: {n}": partial(accumulated, n) for n in ("zero0 no_sync x4", "zero1 no_sync x4")},
     "no-sync-accumulation beside: zero1 boundary x3": partial(accumulated, "zero1 boundary x3"),
     "pipeline-accumulation-undivided: pipeline 1 x4": partial(accumulated, "pipeline 1 x4"),
-    "pipeline-accumulation-undivided + pipeline-accumulation-repeated: pipeline 2 x3, ZeRO-1":
-        partial(accumulated, "pipeline 2 x3, ZeRO-1"),
+    "pipeline-accumulation-undivided + pipeline-accumulation-repeated: pipeline 2 x4, ZeRO-1":
+        partial(accumulated, "pipeline 2 x4, ZeRO-1"),
     "pipeline-accumulation-undivided + pipeline-accumulation-repeated beside: pipeline 2 x1, ZeRO-1":
         partial(accumulated, "pipeline 2 x1, ZeRO-1"),
     "zero2-accumulation: zero2 x4": partial(accumulated, "zero2 x4"),
