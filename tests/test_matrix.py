@@ -35,7 +35,8 @@ def test_a_release_measures_as_it_is_stored(release: str) -> None:
             same.ran, same.stock_right, same.corrected_right, same.same_bits
         ), row  # fmt: skip
         assert row.run == same.run, row
-        assert row.stock == pytest.approx(same.stock, rel=2e-2, nan_ok=True), row
+        ended = same.stock is None  # with an error
+        assert row.stock is None if ended else row.stock == pytest.approx(same.stock, rel=2e-2, nan_ok=True), row
 
 
 @pytest.mark.usefixtures("index")

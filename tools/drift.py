@@ -54,12 +54,14 @@ def functions_of(release: str) -> Functions:
 
 
 def measured(patch: Patch, rows: Sequence[matrix.Row]) -> Verdict | None:
-    """What the core set says of a patch's defect: None where nothing of it ran."""
+    """What the core set says of a patch's defect: None where nothing of it ran, or only beside another's that bites."""
     own = [row for row in rows if row.affected and row.ran and patch.id in row.patches]
-    alone = [row for row in own if len(row.patches) == 1] or own
-    if not alone:
-        return None
-    return Verdict.FIXED if all(row.stock_right for row in alone) else Verdict.DEFECTIVE
+    alone = [row for row in own if len(row.patches) == 1]
+    if any(not row.stock_right for row in alone):
+        return Verdict.DEFECTIVE
+    if all(row.stock_right for row in own):
+        return Verdict.FIXED if own else None
+    return None
 
 
 def expected(patch: Patch, release: str) -> Verdict:
