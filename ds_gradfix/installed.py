@@ -36,9 +36,9 @@ class Installed:
         stem = self.deepspeed_path.joinpath(*module.split(".")[1:])
         return next((file for file in (stem.with_suffix(".py"), stem / "__init__.py") if file.is_file()), None)
 
-    def has_bytecode_alone(self, module: str) -> bool:
-        """Whether a DeepSpeed module was installed without its source."""
-        if self.deepspeed_path is None or self.module_file(module):
+    def has_bytecode(self, module: str) -> bool:
+        """Whether a DeepSpeed module is there as bytecode, beside its source or without."""
+        if self.deepspeed_path is None:
             return False
         stem = self.deepspeed_path.joinpath(*module.split(".")[1:])
         return stem.with_suffix(".pyc").is_file() or (stem / "__init__.pyc").is_file()

@@ -354,10 +354,10 @@ def read_functions(installed: Installed, targets: Iterable[Target]) -> Functions
         by_module.setdefault(target.module, []).append(target)
     found: dict[Target, Function | str | None] = {}
     for module, wanted in by_module.items():
-        if installed.has_bytecode_alone(module):
+        path = installed.module_file(module)
+        if path is None and installed.has_bytecode(module):
             found.update(dict.fromkeys(wanted, "only its bytecode is installed, and no source to read"))
             continue
-        path = installed.module_file(module)
         try:
             functions = find_functions(path, [t.qualname for t in wanted]) if path else {}
         except (OSError, SyntaxError, ValueError) as error:

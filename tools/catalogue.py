@@ -10,7 +10,7 @@ ran it and showed what the verdict says, and the configuration; or "by reading".
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ import matrix
 import releases
 from packaging.version import Version
 
-from ds_gradfix.installed import Installed
 from ds_gradfix.registry import Target, Verdict, discover, read_functions
 from ds_gradfix.source import Function, fingerprint
 
@@ -45,15 +44,15 @@ def verdict(patch_id: str, qualname: str, release: str) -> Verdict:
     return Verdict.FIXED if last and Version(release) > last else Verdict.DEFECTIVE
 
 
-def catalogue(folders: Mapping[str, Path]) -> list[dict[str, Any]]:
+def catalogue(names: Iterable[str]) -> list[dict[str, Any]]:
     """One entry for each distinct source of each target: its releases and its verdict for each patch."""
     wanted: dict[Target, list[str]] = {}
     for patch in discover():
         for target in patch.targets:
             wanted.setdefault(target, []).append(patch.id)
     entries: dict[tuple[Target, str], dict[str, Any]] = {}
-    for release, folder in folders.items():
-        functions = read_functions(Installed(release, folder / "deepspeed", torch=None, ds_gradfix=None), wanted)
+    for release in names:
+        functions = read_functions(releases.as_installed(release), wanted)
         for target, function in functions.items():
             if not isinstance(function, Function):
                 continue

@@ -19,7 +19,6 @@ import matrix
 import releases
 from packaging.version import Version
 
-from ds_gradfix.installed import Installed
 from ds_gradfix.registry import Functions, Patch, Target, Verdict, catalogue, discover, read_functions
 from ds_gradfix.source import Function, diff, fingerprint
 
@@ -49,8 +48,7 @@ def changes(release: str, before: str) -> dict[Target, str]:
 
 def functions_of(release: str) -> Functions:
     targets = {target for patch in discover() for target in (*patch.targets, *patch.needs)}
-    package = releases.folder_of(release) / "deepspeed"
-    return read_functions(Installed(release, package, torch=None, ds_gradfix=None), targets)
+    return read_functions(releases.as_installed(release), targets)
 
 
 def measured(patch: Patch, rows: Sequence[matrix.Row]) -> Verdict | None:

@@ -27,7 +27,6 @@ from typing import Any
 import releases
 from packaging.version import Version
 
-from ds_gradfix.installed import Installed
 from ds_gradfix.registry import Plan, catalogue, discover, make_plan
 from ds_gradfix.settings import Settings
 
@@ -218,9 +217,7 @@ def representatives() -> list[str]:
 
 @cache
 def plan_of(release: str) -> Plan:
-    folder = releases.folder_of(release)
-    installed = Installed(release, folder / "deepspeed", torch=None, ds_gradfix=None)
-    return make_plan(installed, discover(), Settings())
+    return make_plan(releases.as_installed(release), discover(), Settings())
 
 
 def corrects(release: str) -> set[str]:

@@ -25,6 +25,8 @@ from typing import Any
 
 from packaging.version import Version
 
+from ds_gradfix.installed import Installed
+
 FOLDER = Path(os.environ.get("GRADFIX_RELEASES") or Path(__file__).resolve().parents[1] / ".cache" / "releases")
 OLDEST = Version("0.14.0")
 
@@ -67,6 +69,11 @@ def folder_of(release: str) -> Path:
         except OSError:  # another process was quicker
             shutil.rmtree(part)
     return folder
+
+
+def as_installed(release: str) -> Installed:
+    """One release as the plan sees an installation of it."""
+    return Installed(release, folder_of(release) / "deepspeed", torch=None, ds_gradfix=None)
 
 
 def all_folders() -> dict[str, Path]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -45,9 +46,13 @@ FP32, HALF = 1e-4, 2e-2
 Outcome = dict[str, Any]
 
 
+def size_of(number: float) -> float:
+    """What is not a number is larger than any."""
+    return float("inf") if math.isnan(number) else abs(number)
+
+
 def outcome(ratios: Iterable[float], errors: Iterable[float], digest: Any, tolerance: float = FP32) -> Outcome:
-    ratio = max(ratios, key=lambda one: abs(one - 1) if one == one else float("inf"))
-    error = max(errors, key=lambda one: one if one == one else float("inf"))
+    ratio, error = max(ratios, key=lambda one: size_of(one - 1)), max(errors, key=size_of)
     bits = hashlib.sha256(json.dumps(digest).encode()).hexdigest()
     return {"ratio": ratio, "error": error, "right": error <= tolerance, "digest": bits}
 
@@ -115,17 +120,16 @@ def scaled(stage: int, **how: Any) -> Outcome:
     """fp16 with gradients that are known: tests/ranks/loss_scale.py."""
     engine = loss_scale.job(stage, **how)
     # An overflow that ZeRO-1's ranks do not share, as in 0.17.1 to 0.17.6, hangs them.
-    steps = loss_scale.train(engine, overflow_at=-1 if stage == 1 else 5)
+    overflow_at = -1 if stage == 1 else 5
+    steps = loss_scale.train(engine, overflow_at=overflow_at)
     engine.destroy()
     got, right = {}, {}
     for step, said in enumerate(steps):
-        of_ranks = [loss_scale.numbers(step, 0) + 7 / 4 * (rank - RANK) for rank in range(RANKS)]
-        of_ranks = [(numbers - 1 / 4) % 4 + 1 / 4 for numbers in of_ranks]
-        mean = torch.stack(of_ranks).double().mean(0)
-        got[f"update {step}"], right[f"update {step}"] = said["update"], mean * (not said["skipped"])
-        if not said["skipped"]:
-            got[f"norm {step}"], right[f"norm {step}"] = said["norm"] or 0.0, float(mean.norm())
-    return measured(got, {name: torch.as_tensor(one).tolist() for name, one in right.items()}, HALF / 10)
+        mean = torch.stack([loss_scale.numbers(step, 0, rank) for rank in range(RANKS)]).double().mean(0)
+        got[f"update {step}"], right[f"update {step}"] = said["update"], mean * (step != overflow_at)
+        if step != overflow_at:
+            got[f"norm {step}"], right[f"norm {step}"] = said["norm"] or 0.0, mean.norm()
+    return measured(got, right, HALF / 10)
 
 
 def flags() -> Outcome:
@@ -136,15 +140,14 @@ def flags() -> Outcome:
 def met(*how: Any, kinds: tuple[str, ...] = ("good", "inf", "good"), **more: Any) -> Outcome:
     """A job that meets a gradient which is not finite, and skips the step: tests/ranks/nonfinite.py."""
     steps = nonfinite.trained(*how, kinds=kinds, together=True, **more)
-    own = (torch.arange(nonfinite.SIZE) + 1.0 + 3 * rank for rank in range(RANKS))
-    mean = torch.stack(list(own)).double().mean(0)
+    mean = torch.stack([nonfinite.numbers("good", rank) for rank in range(RANKS)]).double().mean(0)
     norm = float(mean.norm())
     clipped = mean * min(1.0, 2.0 / norm)
     got, right = {}, {}
     for step, (kind, said) in enumerate(zip(kinds, steps, strict=True)):
         got[f"update {step}"] = said["update"]
-        right[f"update {step}"] = (clipped * (kind == "good")).tolist()
-        got[f"inverse norm {step}"] = 1 / (said["norm"] or 0.0) if said["norm"] else 0.0
+        right[f"update {step}"] = clipped * (kind == "good")
+        got[f"inverse norm {step}"] = 1 / said["norm"] if said["norm"] else 0.0
         right[f"inverse norm {step}"] = 1 / norm if kind == "good" else 0.0
     return measured(got, right, HALF)
 
@@ -167,7 +170,7 @@ def clipped(scenario: Callable[[], Any], apart: bool) -> Outcome:
     coefficients = {f"{name} {end}": c / right for name, pair in found["ratios"].items() for end, c in enumerate(pair)}
     if not coefficients:  # a rank whose gradients are all zero
         coefficients = {"none": 1.0}
-    if found["norm"] is not None and "sparse" not in str(scenario):
+    if found["norm"] is not None:
         coefficients["norm"] = float.fromhex(found["norm"]) / norm
     return {**from_ratios(coefficients), "digest": found["bits"]}
 

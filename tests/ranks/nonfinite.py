@@ -22,10 +22,10 @@ WHAT = ("good", "inf", "good", "nan", "zero", "huge", "good")
 SQUARABLE = tuple(kind for kind in WHAT if kind != "huge")  # ZeRO-3 adds up squares in double precision
 
 
-def numbers(kind: str) -> Tensor:
+def numbers(kind: str, rank: int = RANK) -> Tensor:
     """Each rank's own. What is not finite is seen by one rank alone, in one element."""
-    given = torch.arange(SIZE) + 1.0 + 3 * RANK
-    if kind in ("inf", "nan") and RANK == 1:
+    given = torch.arange(SIZE) + 1.0 + 3 * rank
+    if kind in ("inf", "nan") and rank == 1:
         given[SIZE - 1] = float(kind)
     return {"zero": 0.0, "huge": 1e25}.get(kind, 1.0) * given
 
