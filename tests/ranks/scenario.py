@@ -39,6 +39,8 @@ def play(scenarios: Mapping[str, Callable[[], Any]], detach: bool = True) -> Non
     wanted = [name for name in scenarios if name in sys.argv[1:] or len(sys.argv) == 1]
     found: dict[str, dict[str, Any]] = {name: {} for name in wanted}
     ds_gradfix.enable()  # once, while there is no engine that it would have to look at
+    gc.collect()
+    gc.freeze()  # older DeepSpeed collects garbage hundreds of times for each engine, and nothing by now is any
     for name in wanted:
         found[name]["corrected"] = _outcome(scenarios[name])
     ds_gradfix.disable()
