@@ -1,7 +1,5 @@
 """What an installed ds-gradfix costs every start of the interpreter: paired CPU time with its wheel and without.
 
-    python benchmarks/startup.py [--rounds N] [--json]
-
 The virtual environments differ in the wheel alone: one has it, one has not, and a second one without it shows what the
 measurement makes of no difference at all. Each round starts the interpreter once in every situation, in an order that
 rotates, and the CPU time (user and system) of each is set against that of the same round without the wheel. The median
@@ -9,11 +7,8 @@ of these differences is the cost, given with its 95% confidence interval and the
 grow with the load on the machine, as start-up itself does.
 """
 
-import argparse
-import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,9 +16,11 @@ import venv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from _figures import Row, figure
 
 ROOT = Path(__file__).resolve().parents[1]
+TITLE = "Start of the interpreter, over one without the wheel (CPU time)"
 TARGET_MS = 0.3
 WARM_UP = 10
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
@@ -47,17 +44,6 @@ class Situation:
         return 1000 * (usage.ru_utime + usage.ru_stime)
 
 
-def main() -> None:
-    """Measure and print the table, or the same as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=400)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        results = measure(situations(Path(directory)), args.rounds)
-    print(json.dumps(results, indent=2) if args.json else table(results))
-
-
 def situations(directory: Path) -> list[Situation]:
     """The baseline first: no wheel. Then the same again, and the wheel with DS_GRADFIX unset, and set."""
     traces = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
@@ -78,38 +64,30 @@ def situations(directory: Path) -> list[Situation]:
     ]
 
 
-def measure(situations: list[Situation], rounds: int) -> dict[str, Any]:
-    """The CPU time of each situation, and of each but the first what it adds to the first, by round."""
-    times: dict[str, list[float]] = {situation.name: [] for situation in situations}
+def rows(rounds: int) -> list[Row]:
+    """What each situation but the first adds to the first, by round."""
+    with tempfile.TemporaryDirectory() as directory:
+        baseline, *others = times(situations(Path(directory)), rounds).items()
+    return [
+        figure(name, [ours - base for ours, base in zip(took, baseline[1], strict=True)], "ms added", limit_of(name))
+        for name, took in others
+    ]
+
+
+def limit_of(name: str) -> float | None:
+    return TARGET_MS if name.endswith("unset") else None
+
+
+def times(situations: list[Situation], rounds: int) -> dict[str, list[float]]:
+    """The CPU time of each situation, by round."""
+    taken: dict[str, list[float]] = {situation.name: [] for situation in situations}
     for order in rotations(situations, WARM_UP):
         for situation in order:
             situation.cpu_ms()
     for order in rotations(situations, rounds):
         for situation in order:
-            times[situation.name].append(situation.cpu_ms())
-    baseline = times[situations[0].name]
-    rows = []
-    for situation in situations:
-        differences = [ours - base for ours, base in zip(times[situation.name], baseline, strict=True)]
-        quartile1, median, quartile3 = statistics.quantiles(differences, n=4)
-        rows.append(
-            {
-                "situation": situation.name,
-                "cpu_ms": statistics.median(times[situation.name]),
-                "added_ms": median,
-                "added_ms_95%": median_interval(differences),
-                "added_ms_quartiles": [quartile1, quartile3],
-            }
-        )
-    return {"python": sys.version.split()[0], "rounds": rounds, "target_ms": TARGET_MS, "rows": rows}
-
-
-def median_interval(values: list[float]) -> list[float]:
-    """The 95% confidence interval of the median, whatever the distribution: two order statistics."""
-    reach = round(0.98 * len(values) ** 0.5)
-    middle = len(values) // 2
-    ordered = sorted(values)
-    return [ordered[max(middle - reach, 0)], ordered[min(middle + reach, len(values) - 1)]]
+            taken[situation.name].append(situation.cpu_ms())
+    return taken
 
 
 def rotations(situations: list[Situation], rounds: int) -> Iterator[list[Situation]]:
@@ -117,24 +95,3 @@ def rotations(situations: list[Situation], rounds: int) -> Iterator[list[Situati
     for number in range(rounds):
         shift = number % len(situations)
         yield situations[shift:] + situations[:shift]
-
-
-def table(results: dict[str, Any]) -> str:
-    """The results for people."""
-    lines = [
-        f"Python {results['python']}, {results['rounds']} rounds; CPU milliseconds, medians",
-        "",
-        f"{'':30}{'start-up':>10}{'added':>10}   {'95% interval':20}half of the rounds within",
-    ]
-    for row in results["rows"]:
-        line = f"{row['situation']:30}{row['cpu_ms']:10.3f}"
-        if row is not results["rows"][0]:
-            intervals = (f"{low:+.3f} .. {high:+.3f}" for low, high in (row["added_ms_95%"], row["added_ms_quartiles"]))
-            line += f"{row['added_ms']:+10.3f}   " + "".join(f"{interval:20}" for interval in intervals).rstrip()
-        lines.append(line)
-    lines += ["", f"target with DS_GRADFIX unset: at most +{results['target_ms']:.3f}"]
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main()
