@@ -23,6 +23,7 @@ from ds_gradfix import _boot, slots
 from ds_gradfix.engine import ATTRIBUTE, disengage, engage, prove, refused_option, report, settle
 from ds_gradfix.errors import GradfixError, PlanError, SettingsError, SlotError
 from ds_gradfix.installed import find_installed
+from ds_gradfix.launcher import RUNNER_INIT, wrap_runner_init
 from ds_gradfix.preprocess import read_config, section_of
 from ds_gradfix.registry import (
     Finding,
@@ -207,6 +208,7 @@ def _makers() -> dict[Target, Maker]:
     makers: dict[Target, Maker] = {
         CONFIG_INIT: lambda module: _wrap_config_init,
         ENGINE_INIT: lambda module: _wrap_engine_init,
+        RUNNER_INIT: lambda module: wrap_runner_init,
     }
     assert _state.plan is not None
     for target, (correction, finding, ids) in _corrections(_state.plan).items():
@@ -376,7 +378,9 @@ def _on_engine(engine: Any, late: bool = False) -> None:
     _state.engines.add(engine)
     proof = None
     if settings.self_check != "off":
-        proof = prove(engine, engagement, plan, [str(t) for t in _state.slots], _state.engines_seen)
+        # One rank may have imported the launcher and others not: that is no difference.
+        places = [str(target) for target in _state.slots if target != RUNNER_INIT]
+        proof = prove(engine, engagement, plan, places, _state.engines_seen)
     settle(engine, engagement, proof, plan)
 
 

@@ -74,12 +74,16 @@ def test_a_rank_without_ds_gradfix_is_noticed_in_bounded_time() -> None:
 @pytest.fixture(scope="module")
 def started_off() -> list[dict[str, Any]]:
     """What two ranks say that turn ds-gradfix on themselves."""
-    return list(map(results, launch("engines.py", "reports", "late")))
+    return list(map(results, launch("engines.py", "reports", "late", "launching")))
 
 
 def test_enabling_late_corrects_live_engines_and_disabling_leaves_them_stock(started_off: list[dict[str, Any]]) -> None:
     for rank in started_off:
         assert rank["late"]["ratios"] == [0.5, 1.0, 0.5]
+
+
+def test_a_rank_that_has_imported_the_launcher_does_not_differ(started_off: list[dict[str, Any]]) -> None:
+    assert [rank["launching"] for rank in started_off] == ["accepted", "accepted"]
 
 
 def test_the_report_says_which_reduction_is_in_force_and_where(started_off: list[dict[str, Any]]) -> None:
