@@ -6,7 +6,6 @@ The street: settings -> plan -> hooks -> slots -> engine init (engage, prove, sa
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import os
 import sys
@@ -19,8 +18,20 @@ from weakref import WeakSet
 
 import wrapt
 
-from ds_gradfix import _boot, slots
-from ds_gradfix.engine import ATTRIBUTE, disengage, engage, prove, refused_option, report, settle
+from ds_gradfix import _boot, older, slots
+from ds_gradfix.engine import (
+    ATTRIBUTE,
+    Engagement,
+    disengage,
+    engage,
+    insist_on,
+    leave_together,
+    prove,
+    refused_option,
+    report,
+    settle,
+    withdraw,
+)
 from ds_gradfix.errors import GradfixError, PlanError, SettingsError, SlotError
 from ds_gradfix.installed import find_installed
 from ds_gradfix.launcher import RUNNER_INIT, wrap_runner_init
@@ -60,11 +71,14 @@ class _State:
     last_settings: Settings = field(default_factory=Settings)
     """The same under the section of the configuration that was read last: the one of an engine in the making."""
     plan: Plan | None = None
+    outlived: list[slots.Slot] = field(default_factory=list)
+    """Slots in classes that importlib.reload has replaced, and whose objects may live on."""
     slots: dict[Target, slots.Slot] = field(default_factory=dict)
     problems: dict[Target, str] = field(default_factory=dict)
     hooked: set[str] = field(default_factory=set)
     engines: WeakSet[Any] = field(default_factory=WeakSet)
     engines_seen: int = 0
+    looks_back: int = 0
 
 
 _state = _State()
@@ -129,8 +143,7 @@ def _enable(arguments: dict[str, Any]) -> None:
                 _state.hooked.add(module)
                 wrapt.register_post_import_hook(_on_import, module)
         if ENGINE_INIT.module in late:
-            for engine in _live_engines():
-                _on_engine(engine, late=True)
+            _on_older_engines()
 
 
 def disable() -> None:
@@ -139,14 +152,18 @@ def disable() -> None:
     Raises SlotError, leaving everything as it is, if another tool has taken one of our places since.
     """
     with _lock:
+        _retire_outlived()
         foreign = [slot for slot in _state.slots.values() if not slot.in_place]
         if foreign:
             slots.remove(foreign[0])  # raises, and says whose it is
         for slot in _state.slots.values():
             slots.remove(slot)
+        for slot in _state.outlived:
+            slots.leave(slot)
         for engine in _state.engines:
             disengage(engine)
         _state.slots.clear()
+        _state.outlived.clear()
         _state.problems.clear()
         _state.engines.clear()
         _state.enabled = False
@@ -294,8 +311,31 @@ def _install(module: types.ModuleType) -> list[slots.Slot]:
             log.warning("ds-gradfix: %s could not be corrected: %s", target, _state.problems[target])
             continue
         _state.slots[target] = slot
+        before = slots.wrapped_by(slot)
+        if before is not None and target not in (CONFIG_INIT, ENGINE_INIT):
+            log.warning(
+                "ds-gradfix: %s was wrapped by %s before, which stays and is called where DeepSpeed's own function is,"
+                " not where a correction is in force",
+                target,
+                before,
+            )
         installed.append(slot)
     return installed
+
+
+def _renew() -> None:
+    """Occupy the places of modules that were reloaded: importlib tells nobody, so it is seen when an engine is made."""
+    with _lock:
+        for module in _retire_outlived():
+            _reach_out(_install(module))
+
+
+def _retire_outlived() -> list[types.ModuleType]:
+    outlived = {target: slot for target, slot in _state.slots.items() if slots.is_outlived(slot)}
+    for target, slot in outlived.items():
+        _state.outlived.append(slot)
+        del _state.slots[target]
+    return [sys.modules[name] for name in sorted({target.module for target in outlived}) if name in sys.modules]
 
 
 def _reach_out(installed: Sequence[slots.Slot]) -> None:
@@ -314,6 +354,7 @@ def _wrap_config_init(original: Callable[..., Any]) -> Callable[..., Any]:
         if not _state.enabled:  # whoever captured this function before disable() keeps calling it
             original(self, config, *args, **kwargs)
             return
+        _renew()
         parsed = read_config(config)
         section = section_of(parsed)
         options = _options(parsed, section)
@@ -353,35 +394,73 @@ def _options(parsed: Mapping[str, Any], section: Mapping[str, Any]) -> list[Opti
 
 def _wrap_engine_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if _state.enabled:
+            _renew()
         original(self, *args, **kwargs)
         if _state.enabled:
-            _on_engine(self)
+            _state.engines_seen += 1
+            _on_engine(self, f"ds_gradfix/engine/{_state.engines_seen}")
 
     return init
 
 
-def _on_engine(engine: Any, late: bool = False) -> None:
-    plan = _state.plan
-    assert plan is not None
-    settings = _engine_settings(engine)
-    _raise_problems(settings)
-    _state.engines_seen += 1
+def _on_engine(engine: Any, topic: str, measured: bool = True, late: bool = False) -> None:
+    """Engage and prove one engine. ``topic`` names it among the ranks; ``measured`` is False for one that they do not
+    share. Whatever is raised here reaches the other ranks, which must not wait for this one."""
+    assert _state.plan is not None
     try:
-        engagement = engage(engine, plan, settings, late)
+        settings = _engine_settings(engine)
+        _raise_problems(settings)
+        engagement = _engagement(engine, _state.plan, settings, topic, late)
+    except Exception as error:
+        withdraw(topic, error)
+        raise
+    if engagement is None:
+        return
+    _state.engines.add(engine)
+    proof = None
+    if settings.self_check != "off" and measured:
+        # One rank may have imported the launcher and others not: that is no difference.
+        places = [_in_words(slot) for target, slot in _state.slots.items() if target != RUNNER_INIT]
+        proof = prove(engine, engagement, _state.plan, places, topic)
+    settle(engagement, proof, _state.plan)
+
+
+def _engagement(engine: Any, plan: Plan, settings: Settings, topic: str, late: bool) -> Engagement | None:
+    """None for an engine that can't be read, on this rank or on all of them."""
+    try:
+        return engage(engine, plan, settings, late)
     except GradfixError:
         raise
     except Exception as error:
         if settings.strict or settings.only is not None:
             raise
         log.warning("ds-gradfix: this engine can't be read, and nothing is corrected for it: %r", error)
-        return
-    _state.engines.add(engine)
-    proof = None
-    if settings.self_check != "off":
-        # One rank may have imported the launcher and others not: that is no difference.
-        places = [str(target) for target in _state.slots if target != RUNNER_INIT]
-        proof = prove(engine, engagement, plan, places, _state.engines_seen)
-    settle(engine, engagement, proof, plan)
+        if settings.self_check != "off":
+            insist_on(leave_together(topic, error), settings)
+        return None
+
+
+def _in_words(slot: slots.Slot) -> str:
+    """A slot as ranks compare it: with who has come between, if somebody has."""
+    return str(slot) if slot.in_place else f"{slot}, where {slot.whose_now} is now"
+
+
+def _on_older_engines() -> None:
+    """Correct the engines that exist already from now on. Every rank takes part, also one that has none."""
+    _state.looks_back += 1
+    found = older.look(sys.modules[ENGINE_INIT.module].DeepSpeedEngine)
+    if _state.settings.self_check == "off":
+        shared = [older.Older(engine, "", True) for engine in found]
+    else:
+        shared = older.share(found, f"ds_gradfix/older/{_state.looks_back}", _state.settings)
+    for number, one in enumerate(shared):
+        try:
+            _on_engine(one.engine, one.topic, one.shared, late=True)
+        except Exception as error:
+            for other in shared[number + 1 :]:
+                withdraw(other.topic, error)
+            raise
 
 
 def _engine_settings(engine: Any) -> Settings:
@@ -408,15 +487,6 @@ def _raise_problems(settings: Settings) -> None:
             for target in entry.patch.targets:
                 if target in _state.problems:
                     raise SlotError(f"{entry.patch.id} can't act: {target}: {_state.problems[target]}")
-
-
-def _live_engines() -> list[Any]:
-    engine_class = sys.modules[ENGINE_INIT.module].DeepSpeedEngine
-    gc.collect()  # a dead engine in a reference cycle, on some ranks only, would make them wait for the others
-    # By type: asking a stranger for its class may run anything, and a dead weak proxy raises.
-    engines = [e for e in gc.get_objects() if issubclass(type(e), engine_class) and "optimizer" in vars(e)]
-    # The collector's order may differ between ranks, which prove their engines together, one after the other.
-    return sorted(engines, key=lambda e: [(name, tuple(param.shape)) for name, param in e.module.named_parameters()])
 
 
 # --------------------------------------------------------------------------------------- report

@@ -1,19 +1,22 @@
 """The ranks tell each other what they have, through the process group's store, in bounded time.
 
-A collective would hang where one rank does not join it; a store does not. Every rank posts a text,
-the first rank waits for all of them until a deadline and posts what it saw, everyone reads that.
+A collective would hang where one rank does not join it; a store does not. Every rank posts a text, the one that
+comes first waits for all of them until a deadline and posts what it saw, everyone reads that.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from ds_gradfix.errors import SelfCheckError
+
 TIMEOUT = timedelta(seconds=60)
-# A rank waits this much longer for the first rank's answer than that one waits for the others.
+# A rank waits this much longer for the answer than the one that collects it waits for the others.
 GRACE = timedelta(seconds=10)
 
 
@@ -30,26 +33,47 @@ class Agreement:
         return len(self.said) == 1 and not self.missing
 
 
+def post(store: Any, topic: str, rank: int, text: str) -> None:
+    """Tell all ranks ``text`` under ``topic`` without waiting for theirs.
+
+    ``store`` is a torch.distributed store; a topic is the same on all ranks and used once. Raises SelfCheckError if
+    the store is gone.
+    """
+    with _store_at_hand():
+        store.set(f"{topic}/{rank}", text)
+
+
 def exchange(
     store: Any, topic: str, rank: int, world_size: int, text: str, timeout: timedelta | None = None
 ) -> Agreement:
-    """Tell all ranks ``text`` under ``topic`` (the same on all ranks, used once) and hear theirs.
+    """:func:`post`, and hear what the others posted; ``timeout`` is TIMEOUT if not given.
 
-    ``store`` is a torch.distributed store; ``timeout`` is TIMEOUT if not given. Every rank gets the same
-    answer; one that hears nothing from the first rank in time reports that one missing.
+    Every rank that asks gets the same answer; one that hears nothing in time from the rank that collects it
+    reports that one missing. Raises SelfCheckError if the store is gone.
     """
     timeout = TIMEOUT if timeout is None else timeout
-    store.set(f"{topic}/{rank}", text)
-    if rank == 0:
-        answer = _collect(store, topic, world_size, timeout)
-        store.set(f"{topic}/answer", json.dumps([answer.said, answer.missing]))
-        return answer
-    if not _wait(store, [f"{topic}/answer"], timeout + GRACE):
-        # A first rank that comes later must not find us here and go on alone.
-        store.delete_key(f"{topic}/{rank}")
-        return Agreement({text: (rank,)}, missing=(0,))
-    said, missing = json.loads(store.get(f"{topic}/answer"))
-    return Agreement({text: tuple(ranks) for text, ranks in said.items()}, tuple(missing))
+    post(store, topic, rank, text)
+    with _store_at_hand():
+        if store.add(f"{topic}/asked", 1) == 1:
+            store.set(f"{topic}/collector", str(rank))
+            answer = _collect(store, topic, world_size, timeout)
+            store.set(f"{topic}/answer", json.dumps([answer.said, answer.missing]))
+            return answer
+        if not _wait(store, [f"{topic}/answer"], timeout + GRACE):
+            return Agreement({text: (rank,)}, missing=(int(store.get(f"{topic}/collector")),))
+        said, missing = json.loads(store.get(f"{topic}/answer"))
+        return Agreement({text: tuple(ranks) for text, ranks in said.items()}, tuple(missing))
+
+
+@contextmanager
+def _store_at_hand() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # all of torch's are
+        raise SelfCheckError(
+            f"the ranks can't be compared: the process group's store does not answer ({error}). The process that keeps"
+            " it, rank 0 or the launcher, has ended: see its own output"
+        ) from error
 
 
 def _collect(store: Any, topic: str, world_size: int, timeout: timedelta) -> Agreement:

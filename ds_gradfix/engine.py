@@ -7,12 +7,14 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 
-from ds_gradfix.agreement import Agreement, exchange, name_ranks
+from ds_gradfix import agreement
+from ds_gradfix.agreement import Agreement, exchange, name_ranks, post
 from ds_gradfix.errors import GradfixError, SelfCheckError, SettingsError
 from ds_gradfix.facts import STOCK_PARTITION_SIZE, Facts, dense_partition_groups, is_autoep_expert
 from ds_gradfix.registry import Check, Effect, Entry, Measurement, Patch, Plan, Steer, Verdict, checks
@@ -29,7 +31,8 @@ log = logging.getLogger("ds_gradfix")
 class Engagement:
     """The patches in force for one engine, with what each defect would do to it, and the patches
     that would be if they were not left out, with the reason. ``because`` says what decided the
-    convention over sequence shards; ``steered`` are the engine's attributes as they were before."""
+    convention over sequence shards; ``steered`` are the engine's attributes as they were before; ``late`` says that
+    the engine is older than ds-gradfix."""
 
     facts: Facts
     settings: Settings
@@ -37,6 +40,7 @@ class Engagement:
     effects: Mapping[str, Effect]
     left_out: Mapping[str, str]
     steered: Mapping[str, Any]
+    late: bool = False
 
     @property
     def patches(self) -> frozenset[str]:
@@ -209,7 +213,7 @@ def engage(engine: Any, plan: Plan, settings: Settings, late: bool = False) -> E
             if option:
                 raise SettingsError(refused_option(option.key, entry.patch.id, reason))
             left_out[entry.patch.id] = _not_corrected(entry, effect, reason)
-    engagement = Engagement(facts, settings, because, effects, left_out, _steer(engine, plan, effects))
+    engagement = Engagement(facts, settings, because, effects, left_out, _steer(engine, plan, effects), late)
     for holder in (engine, engine.optimizer):
         if holder is not None:
             setattr(holder, ATTRIBUTE, engagement)
@@ -275,28 +279,73 @@ class Proof:
     wrong: tuple[str, ...]
 
 
-def prove(engine: Any, engagement: Engagement, plan: Plan, slots: Sequence[str], number: int) -> Proof:
+def prove(engine: Any, engagement: Engagement, plan: Plan, slots: Sequence[str], topic: str) -> Proof:
     """Compare the ranks, measure every patch that matters on the engine's own groups, judge together.
 
-    ``number`` counts engines, the same on all ranks. Every rank gets the same list of wrong things,
-    so that all raise or none does. Measuring needs all ranks: where they differ it is left out.
+    ``topic`` names the engine, the same on all ranks and once in a job. Every rank gets the same list of wrong
+    things, so that all raise or none does. Measuring needs all ranks: where they differ it is left out.
+    Raises SelfCheckError where another rank has stopped, and where the ranks can't hear each other any more.
     """
-    store = _store()
-    if store is None:
+    place = place_among_ranks()
+    if place is None:
         return _judge(_measure(engine, engagement, plan), engagement)
-    dist = sys.modules["torch.distributed"]
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    topic = f"ds_gradfix/engine/{number}"
-    ranks = exchange(store, f"{topic}/digest", rank, world_size, _digest(engagement, plan, slots))
+    ranks = exchange(place.store, f"{topic}/digest", place.rank, place.ranks, _digest(engagement, plan, slots))
     if not ranks.unanimous:
         return Proof({}, tuple(_differences(ranks)))
     measured = _measure(engine, engagement, plan)
     own = _judge(measured, engagement)
-    heard = exchange(store, f"{topic}/result", rank, world_size, json.dumps(own.wrong))
+    # Measuring is done together: who has not finished soon after the others will not.
+    patience = min(MEASURING, agreement.TIMEOUT)
+    heard = exchange(place.store, f"{topic}/result", place.rank, place.ranks, json.dumps(own.wrong), patience)
     wrong = [f"{name_ranks(ranks)}: {line}" for text, ranks in heard.said.items() for line in json.loads(text)]
     if heard.missing:
         wrong.append(f"{name_ranks(heard.missing)} did not finish the self-check")
     return Proof(own.measurements, tuple(wrong))
+
+
+MEASURING = timedelta(seconds=30)
+"""How long the first rank that has measured an engine waits for the others."""
+
+STOPPED, UNREADABLE = "stopped", "unreadable"
+"""What a rank says instead of its digest: it has raised, or it can't read its engine and leaves it alone."""
+
+
+def withdraw(topic: str, error: Exception) -> None:
+    """Let the other ranks know that this one raises ``error`` instead of proving the engine of that topic."""
+    place = place_among_ranks()
+    if place is None:
+        return
+    with suppress(SelfCheckError):  # of a store that is gone; the error at hand is the one to raise
+        post(place.store, f"{topic}/digest", place.rank, json.dumps({STOPPED: f"{type(error).__name__}: {error}"}))
+
+
+def leave_together(topic: str, error: Exception) -> Proof:
+    """For an engine that can't be read here: what is wrong if the other ranks do not leave it alone as well."""
+    place = place_among_ranks()
+    if place is None:
+        return Proof({}, ())
+    said = json.dumps({UNREADABLE: repr(error)})
+    ranks = exchange(place.store, f"{topic}/digest", place.rank, place.ranks, said)
+    alone = not ranks.missing and all(UNREADABLE in json.loads(text) for text in ranks.said)
+    return Proof({}, () if alone else tuple(_differences(ranks)))
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the job's ranks, and the store through which they hear each other."""
+
+    store: Any
+    rank: int
+    ranks: int
+
+
+def place_among_ranks() -> Place | None:
+    """None without a process group."""
+    store = _store()
+    if store is None:
+        return None
+    dist = sys.modules["torch.distributed"]
+    return Place(store, dist.get_rank(), dist.get_world_size())
 
 
 def _store() -> Any:
@@ -327,14 +376,23 @@ def _digest(engagement: Engagement, plan: Plan, slots: Sequence[str]) -> str:
     )
 
 
+NO_ANSWER = (
+    "did not answer: is ds-gradfix installed and on there?"
+    " A correction on some ranks only makes the job hang or diverge"
+)
+
+
 def _differences(ranks: Agreement) -> Iterator[str]:
     if ranks.missing:
-        yield (
-            f"{name_ranks(ranks.missing)} did not answer: is ds-gradfix installed and on there?"
-            " A correction on some ranks only makes the job hang or diverge"
-        )
+        yield f"{name_ranks(ranks.missing)} {NO_ANSWER}"
     digests = [(json.loads(text), who) for text, who in ranks.said.items()]
-    for key in digests[0][0]:
+    for digest, who in digests:
+        if STOPPED in digest:
+            raise SelfCheckError(f"ds-gradfix: {name_ranks(who)} stopped, and so must all: {digest[STOPPED]}")
+        if UNREADABLE in digest:
+            yield f"{name_ranks(who)} can't read the engine, and nothing is corrected there: {digest[UNREADABLE]}"
+    digests = [(digest, who) for digest, who in digests if UNREADABLE not in digest]
+    for key in digests[0][0] if digests else ():
         values: dict[str, list[int]] = {}
         for digest, who in digests:
             values.setdefault(json.dumps(digest.get(key)), []).extend(who)
@@ -400,7 +458,7 @@ def _judge(measured: Mapping[str, tuple[Measurement, ...] | str], engagement: En
 # --------------------------------------------------------------------------------------- report
 
 
-def settle(engine: Any, engagement: Engagement, proof: Proof | None, plan: Plan) -> None:
+def settle(engagement: Engagement, proof: Proof | None, plan: Plan) -> None:
     """Say on rank 0, in one line, what is corrected and what was measured; raise or warn if wrong.
 
     Raises SelfCheckError, on every rank alike, at level ``error``.
@@ -409,23 +467,31 @@ def settle(engine: Any, engagement: Engagement, proof: Proof | None, plan: Plan)
     if first:
         for patch_id, line in engagement.left_out.items():
             log.warning("ds-gradfix: %s%s", line, _shown(proof, patch_id))
-    if proof is not None and proof.wrong:
-        text = "ds-gradfix: " + "; ".join(proof.wrong)
-        if engagement.settings.self_check == "error":
-            raise SelfCheckError(
-                f"{text}. Training would go on with wrong gradients. To look closer: 'ds-gradfix verify CONFIG';"
-                f" to leave a patch out: exclude; to go on all the same: self_check 'warn'"
-            )
-        if first:
-            log.warning("%s", text)
+    if proof is not None:
+        insist_on(proof, engagement.settings)
     if first:
         log.info("%s", summary(engagement, proof, plan))
+
+
+def insist_on(proof: Proof, settings: Settings) -> None:
+    """Raise SelfCheckError for what is wrong at level ``error``, say it on rank 0 at ``warn``."""
+    if not proof.wrong:
+        return
+    text = "ds-gradfix: " + "; ".join(proof.wrong)
+    if settings.self_check == "error":
+        raise SelfCheckError(
+            f"{text}. Training would go on with wrong gradients. To look closer: 'ds-gradfix verify CONFIG';"
+            f" to leave a patch out: exclude; to go on all the same: self_check 'warn'"
+        )
+    if _rank() == 0:
+        log.warning("%s", text)
 
 
 def summary(engagement: Engagement, proof: Proof | None, plan: Plan) -> str:
     """The one line of log for an engine."""
     facts = engagement.facts
-    job = f"ZeRO-{facts.zero_stage}, {facts.group_size} ranks"
+    job = "an engine from before, from now on: " if engagement.late else ""
+    job += f"ZeRO-{facts.zero_stage}, {facts.group_size} ranks"
     if facts.sequence_parallel_size > 1:
         job += f", sequence parallel {facts.sequence_parallel_size}"
     parts = [_patch_summary(engagement, proof, patch_id) for patch_id in engagement.effects]

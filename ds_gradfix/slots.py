@@ -41,6 +41,11 @@ class Slot:
     def in_place(self) -> bool:
         return vars(self.owner).get(self.name) is self.installed
 
+    @property
+    def whose_now(self) -> str:
+        """In words: where that is from which is there now."""
+        return whose(vars(self.owner).get(self.name))
+
 
 def install(
     module: types.ModuleType, qualname: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -49,12 +54,7 @@ def install(
 
     Raises SlotError if the place is not there or is ours already.
     """
-    owner: Any = module
-    *path, _ = qualname.split(".")
-    for part in path:
-        owner = vars(owner).get(part)
-        if not isinstance(owner, type):
-            raise SlotError(f"{module.__name__}:{qualname}: there is no class {part!r} in it")
+    owner = _owner(module, qualname)
     name = mangled(qualname)
     raw = vars(owner).get(name)
     function = raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
@@ -71,6 +71,27 @@ def install(
     setattr(owner, name, installed)
     _take_aliases([slot], [module])
     return slot
+
+
+def _owner(module: types.ModuleType, qualname: str) -> Any:
+    owner: Any = module
+    *path, _ = qualname.split(".")
+    for part in path:
+        owner = vars(owner).get(part)
+        if not isinstance(owner, type):
+            raise SlotError(f"{module.__name__}:{qualname}: there is no class {part!r} in it")
+    return owner
+
+
+def is_outlived(slot: Slot) -> bool:
+    """Whether its module was reloaded since: then its class is another one, or the module's own function is new."""
+    module = sys.modules.get(slot.module)
+    if module is None:
+        return True
+    if slot.owner is not module:
+        return _owner(module, slot.qualname) is not slot.owner
+    now = vars(module).get(slot.name)
+    return now is not slot.raw and not hasattr(now, MARK) and _home(now).partition(".")[0] in _own_homes(slot)
 
 
 def reach_out(slots: Sequence[Slot]) -> None:
@@ -103,18 +124,52 @@ def _filled(cell: types.CellType) -> bool:
     return True
 
 
-def whose(function: Any) -> str:
-    """In words: where a function is from."""
-    return f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', type(function).__name__)}"
+def whose(thing: Any) -> str:
+    """In words: where a function is from. Its code says it: what it wraps has often lent it ``__module__`` and name."""
+    inner = _code_of(thing)
+    if inner is not None:
+        code = inner.__code__
+        return f"{inner.__globals__.get('__name__')}.{getattr(code, 'co_qualname', code.co_name)}"
+    return f"{getattr(thing, '__module__', None)}.{getattr(thing, '__qualname__', type(thing).__name__)}"
+
+
+def _code_of(thing: Any) -> types.FunctionType | None:
+    """The function that runs when ``thing`` is called, as far as that can be seen: of wrapt's proxy, what was given
+    to wrap with."""
+    inner = getattr(thing, "__func__", thing)
+    if type(inner) is not types.FunctionType and type(inner).__name__.endswith("FunctionWrapper"):
+        inner = getattr(inner, "_self_wrapper", None)
+    return inner if type(inner) is types.FunctionType else None
+
+
+def wrapped_by(slot: Slot) -> str | None:
+    """In words: which other tool had wrapped the function before a slot was occupied, None if nobody had."""
+    return None if _home(slot.raw).partition(".")[0] in _own_homes(slot) else whose(slot.raw)
+
+
+def _home(thing: Any) -> str:
+    """The module in which what runs is defined."""
+    inner = _code_of(thing)
+    return str(inner.__globals__.get("__name__")) if inner is not None else type(thing).__module__
+
+
+def _own_homes(slot: Slot) -> tuple[str, ...]:
+    """Packages whose functions stand there by themselves: its own, and those its decorators are from."""
+    return slot.module.partition(".")[0], "torch", "contextlib"
 
 
 def remove(slot: Slot) -> None:
     """Put the original back, in the slot and its aliases. Raises SlotError, having changed
     nothing, if somebody else's object is there now."""
-    current = vars(slot.owner).get(slot.name)
-    if current is not slot.installed:
-        raise SlotError(f"{slot} now holds {whose(current)}, which is not ours to undo: remove that first")
-    setattr(slot.owner, slot.name, slot.raw)
+    if not slot.in_place:
+        raise SlotError(f"{slot} now holds {slot.whose_now}, which is not ours to undo: remove that first")
+    leave(slot)
+
+
+def leave(slot: Slot) -> None:
+    """Put the original back wherever ours still is."""
+    if slot.in_place:
+        setattr(slot.owner, slot.name, slot.raw)
     for holder, alias, value in slot.aliases:
         if getattr(vars(holder).get(alias), MARK, None) == getattr(slot.installed, MARK, None):
             setattr(holder, alias, value)

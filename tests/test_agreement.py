@@ -14,7 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from ds_gradfix import agreement
-from ds_gradfix.agreement import Agreement, exchange, name_ranks
+from ds_gradfix.agreement import Agreement, exchange, name_ranks, post
+from ds_gradfix.errors import SelfCheckError
 
 SHORT = timedelta(seconds=0.6)
 LONG = timedelta(seconds=30)
@@ -108,9 +109,35 @@ def test_a_missing_first_rank_is_named_by_the_others_in_bounded_time(connect: Co
     started = time.monotonic()
     heard = talk(connect, {1: "a", 2: "a"}, 3, SHORT)
     assert time.monotonic() - started < BOUND
-    for rank, answer in heard.items():
+    for answer in heard.values():
         assert not answer.unanimous
+        assert answer == Agreement({"a": (1, 2)}, (0,))
+
+
+def test_a_rank_that_posts_is_heard_and_need_not_wait(connect: Connect) -> None:
+    post(connect(0), "topic", 0, "stopped")
+    for answer in talk(connect, {1: "a", 2: "a"}, 3, LONG).values():
+        assert answer == Agreement({"stopped": (0,), "a": (1, 2)}, ())
+
+
+def test_a_collector_that_dies_is_named_in_bounded_time(connect: Connect) -> None:
+    store = connect(0)
+    store.add("topic/asked", 1)
+    store.set("topic/collector", "0")
+    for rank, answer in talk(connect, {1: "a", 2: "a"}, 3, SHORT).items():
         assert answer == Agreement({"a": (rank,)}, (0,))
+
+
+def test_a_store_whose_keeper_has_ended_is_an_error_of_ours() -> None:
+    keeper = dist.TCPStore("localhost", 0, None, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("localhost", keeper.port, None, is_master=False, wait_for_workers=False)
+    threading.Timer(0.5, lambda: keepers.clear()).start()
+    keepers = [keeper]
+    del keeper
+    with pytest.raises(SelfCheckError, match="the process group's store does not answer"):
+        exchange(store, "topic", 0, 2, "a", LONG)
+    with pytest.raises(SelfCheckError, match="the process group's store does not answer"):
+        post(store, "other", 0, "a")
 
 
 def test_a_late_rank_hears_what_the_others_heard(connect: Connect) -> None:

@@ -21,7 +21,7 @@ from scenario import play
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_gradfix import activation
+from ds_gradfix import older
 from ds_gradfix.errors import GradfixError
 from ds_gradfix.patches import _zero12_norm
 from ds_gradfix.verify import _compat
@@ -216,7 +216,7 @@ def refused(make: Callable[[], Any]) -> dict[str, Any]:
         except GradfixError as error:
             said[self_check] = f"{type(error).__name__}: {error}"
         engine = None
-        for left in activation._live_engines():  # one that never came into being holds on to its parameters
+        for left in older.look(deepspeed.DeepSpeedEngine):  # one that never came into being holds on to its parameters
             left.destroy()
         gc.collect()
         _compat.forget_last_engine()
