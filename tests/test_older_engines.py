@@ -1,4 +1,4 @@
-"""Turning ds-gradfix on when engines exist already, on real ranks that do not all hold the same; and ranks that fail."""
+"""Turning ds-gradfix on when engines exist already, on real ranks that hold different ones; and ranks that fail."""
 
 from __future__ import annotations
 
