@@ -62,7 +62,7 @@ def install(
         raise SlotError(f"{module.__name__}:{qualname}: there is no such function in it")
     if getattr(function, MARK, None):
         raise SlotError(f"{module.__name__}:{qualname} is corrected already, by {getattr(function, MARK)}")
-    if not _comes_from(function, module.__name__):
+    if not comes_from(function, module.__name__):
         raise SlotError(f"{module.__name__}:{qualname} is not its module's own any more: it holds {whose(function)}")
     made = functools.wraps(function)(make(function))
     setattr(made, MARK, f"ds-gradfix, {module.__name__}:{qualname}")
@@ -104,7 +104,7 @@ def reach_out(slots: Sequence[Slot]) -> None:
     _name_other_holders(slots)
 
 
-def _comes_from(function: Any, module: str, depth: int = 4) -> bool:
+def comes_from(function: Any, module: str, depth: int = 4) -> bool:
     """Whether a function, or one that it wraps, is defined in ``module``: decorators of DeepSpeed's keep
     what they wrap in a closure, those of other tools often in ``__wrapped__``."""
     if getattr(function, "__module__", None) == module:
@@ -113,7 +113,7 @@ def _comes_from(function: Any, module: str, depth: int = 4) -> bool:
         return False
     inner = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _filled(cell)]
     inner.append(getattr(function, "__wrapped__", None))
-    return any(callable(thing) and _comes_from(thing, module, depth - 1) for thing in inner)
+    return any(callable(thing) and comes_from(thing, module, depth - 1) for thing in inner)
 
 
 def _filled(cell: types.CellType) -> bool:

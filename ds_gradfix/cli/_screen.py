@@ -34,5 +34,5 @@ def print_hanging(screen: Console, label: Text, text: Text, indent: int) -> None
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """Print one document, with its schema first."""
-    print(json.dumps({"schema": SCHEMA, **document}, indent=2))
+    """Print one document, with its schema's version first."""
+    print(json.dumps({"schema_version": SCHEMA, **document}, indent=2))
