@@ -556,7 +556,7 @@ def test_another_tool_s_functions_are_told_from_deepspeed_s_in_a_live_process(en
 
 @pytest.mark.parametrize(
     ("replaced", "status", "said"),
-    [(False, "ok", "wrapped by another tool; the self-check"), (True, "act", "functions that patches correct are another")],
+    [(False, "ok", "wrapped by another tool; the self-check"), (True, "act", "patches correct are another tool's")],
 )
 def test_a_place_that_another_tool_has_taken_is_named(examine, environment, replaced, status, said):
     place = {"target": "deepspeed.runtime.engine:DeepSpeedEngine.step", "by": "tool (tool.py:1)", "replaced": replaced}
