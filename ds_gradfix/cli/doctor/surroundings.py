@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ds_gradfix import _boot
+from ds_gradfix import _boot, launcher
 from ds_gradfix.cli._job import CannotLook
 from ds_gradfix.cli.doctor import live
 from ds_gradfix.cli.doctor.look import START_UP_FILE, Look, ask_an_interpreter, start_up_files
@@ -45,9 +45,9 @@ def check_launcher(look: Look) -> Outcome:
     if to_do:
         summary = "the launcher's environment file stands in the way"
         return Outcome(ACT, summary, details, list(dict.fromkeys(to_do)), data)
-    if not _boot.requested():
+    ours = launcher.exported()
+    if not ours:
         return Outcome(OK, "ds-gradfix is off here: there is nothing to carry to other nodes", data=data)
-    ours = [name for name in os.environ if name.startswith((_boot.VARIABLE, _boot.ALIAS))]
     return Outcome(OK, f"the deepspeed launcher carries {', '.join(ours)} to every node", data=data)
 
 
