@@ -19,6 +19,7 @@ from weakref import WeakSet
 import wrapt
 
 from ds_gradfix import _boot, older, slots
+from ds_gradfix import audit as first_step
 from ds_gradfix.engine import (
     ATTRIBUTE,
     Engagement,
@@ -93,6 +94,7 @@ def enable(
     strict: bool | None = None,
     self_check: str | None = None,
     sequence_parallel_reduction: str | None = None,
+    audit: bool | None = None,
 ) -> None:
     """Correct DeepSpeed in this process, from now on; before or after it is imported.
 
@@ -111,6 +113,7 @@ def enable(
         "strict": strict,
         "self_check": self_check,
         "sequence_parallel_reduction": sequence_parallel_reduction,
+        "audit": audit,
     }
     _enable({key: value for key, value in given.items() if value is not None})
 
@@ -161,6 +164,7 @@ def disable() -> None:
         for slot in _state.outlived:
             slots.leave(slot)
         for engine in _state.engines:
+            first_step.detach(engine)
             disengage(engine)
         _state.slots.clear()
         _state.outlived.clear()
@@ -424,6 +428,8 @@ def _on_engine(engine: Any, topic: str, measured: bool = True, late: bool = Fals
         places = [_in_words(slot) for target, slot in _state.slots.items() if target != RUNNER_INIT]
         proof = prove(engine, engagement, _state.plan, places, topic)
     settle(engagement, proof, _state.plan)
+    if settings.audit:
+        first_step.attach(engine, engagement.facts, settings.strict, topic, late)
 
 
 def _engagement(engine: Any, plan: Plan, settings: Settings, topic: str, late: bool) -> Engagement | None:

@@ -24,6 +24,9 @@ from ds_gradfix.settings import Settings
 ATTRIBUTE = "_ds_gradfix"
 """Where an engine and its optimizer carry their Engagement; a slot asks there."""
 
+AUDIT = "_ds_gradfix_audit"
+"""Where an engine carries the audit of its first step, and afterwards what it found."""
+
 log = logging.getLogger("ds_gradfix")
 
 
@@ -570,8 +573,9 @@ def report(engine: Any) -> dict[str, Any]:
 
     ``op``, ``divisor`` (what the sum of the ranks' gradients is divided by), ``group_size``,
     ``sequence_parallel_size``, ``convention`` with ``because``, ``patches`` in force with what each
-    corrects, ``left_out``, ``by`` (whose code reduces), ``where`` (the functions that do), and
-    ``param_groups``: of each of the optimizer's groups its number of parameters, its elements and the
+    corrects, ``left_out``, ``by`` (whose code reduces), ``where`` (the functions that do), ``audit``
+    (what the audit of the first step found: ``done``, ``reason`` where it could not, ``findings`` with ratios, and
+    ``kept_bytes``; None before it or without one), and ``param_groups``: of each of the optimizer's groups its number of parameters, its elements and the
     sizes of the process groups that its gradients are reduced over. Raises GradfixError for an engine
     that was made without ds-gradfix.
     """
@@ -580,6 +584,7 @@ def report(engine: Any) -> dict[str, Any]:
         raise GradfixError("this engine is not under ds-gradfix: call enable() before this, or before it is made")
     facts = engagement.facts
     scale = gradient_scale(facts.reduction_op, facts.group_size, facts.sequence_parallel_size, facts.convention)
+    audit = vars(engine).get(AUDIT)
     return {
         "op": facts.reduction_op,
         "divisor": 1 / scale,
@@ -591,6 +596,7 @@ def report(engine: Any) -> dict[str, Any]:
         "where": list(WHERE[facts.zero_stage]),
         "patches": {patch_id: effect.words for patch_id, effect in engagement.effects.items()},
         "left_out": dict(engagement.left_out),
+        "audit": audit if isinstance(audit, dict) else None,
         "param_groups": [_param_group(engine, params) for params in _param_groups(engine)],
     }
 

@@ -23,5 +23,9 @@ class SlotError(GradfixError):
     """A place in a live module is held by somebody else, or is not there."""
 
 
+class AuditError(GradfixError):
+    """In strict mode: the first step's gradients or their norm are wrong, or can't be audited."""
+
+
 class SelfCheckError(GradfixError):
     """A measurement on this engine's own process groups broke an invariant, or the ranks differ."""

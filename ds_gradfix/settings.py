@@ -88,6 +88,12 @@ class Settings:
         " where the loss is the mean of the rank's own shard, or combined over shards by a differentiable all-gather"
         " (Transformers, the ALST recipe). By default a known framework's own loss decides, else 'sum'.",
     )
+    audit: bool = _setting(
+        _switch,
+        False,
+        "At the first step that is taken, compare the gradients that the optimizer is about to use, and their norm, with"
+        " ones reduced independently in float64. What is wrong is said; with strict the job stops before the update.",
+    )
 
     def selects(self, patch_id: str) -> bool:
         return patch_id not in self.exclude and (self.only is None or patch_id in self.only)

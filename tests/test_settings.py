@@ -38,6 +38,7 @@ VALUES: dict[str, tuple[Any, tuple[tuple[Any, Any], tuple[str, Any], tuple[Any, 
     "strict": (False, ((True, True), ("off", False), (True, True))),
     "self_check": ("error", (("off", "off"), ("warn", "warn"), ("error", "error"))),
     "sequence_parallel_reduction": (None, (("sum", "sum"), ("mean", "mean"), ("sum", "sum"))),
+    "audit": (False, ((True, True), ("off", False), (True, True))),
 }
 
 

@@ -1,0 +1,240 @@
+"""The float64 reduction of what was kept, the tolerance that the dtypes explain, and the verdict in words."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from ds_gradfix.audit._places import Places, loss_scale_of
+from ds_gradfix.audit._samples import Sample, digest
+from ds_gradfix.facts import Facts, is_autoep_expert
+from ds_gradfix.reduction import gradient_scale
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+RATIO_TOLERANCE = 1e-3
+"""Of a norm or a clip coefficient, at least: sums over a whole model are exact to far less."""
+
+
+@dataclass
+class PathSums:
+    """What one rank, or all of them, found for one reduction path: sums over elements of the used gradient times the
+    right one and of the right one's square, the largest error in multiples of the tolerance, and how many elements of
+    how many parameters. ``held`` counts elements that this rank's optimizer has, ``wanted`` those that all ranks
+    together must have, in shares of this rank."""
+
+    product: float = 0.0
+    square: float = 0.0
+    worst: float = 0.0
+    finite: bool = True
+    held: float = 0.0
+    wanted: float = 0.0
+    parameters: int = 0
+    micro_batches: int = 0
+
+    def join(self, other: PathSums) -> None:
+        self.product += other.product
+        self.square += other.square
+        self.worst = max(self.worst, other.worst)
+        self.finite &= other.finite
+        self.held += other.held
+        self.wanted += other.wanted
+        self.parameters = max(self.parameters, other.parameters)
+        self.micro_batches = max(self.micro_batches, other.micro_batches)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of an audit: ``ratio`` is what was measured over what is right, None where that is zero or unknown."""
+
+    what: str
+    ratio: float | None
+    right: bool
+    words: str
+
+    def as_data(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def joined(said: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, PathSums]:
+    """The ranks' sums, put together by path."""
+    together: dict[str, PathSums] = {}
+    for one in said:
+        for path, sums in one.items():
+            together.setdefault(path, PathSums()).join(PathSums(**sums))
+    return together
+
+
+def judged(path: str, sums: PathSums) -> Finding:
+    """Raises nothing: what can't be judged is right, and said."""
+    count = f"{sums.wanted:.0f} elements, {sums.parameters} parameters"
+    if sums.held < sums.wanted - 0.5:
+        count = f"{sums.held:.0f} of {count}: the others were not found"
+    if not sums.micro_batches:
+        return Finding(path, None, True, f"{path} is not audited: no gradient was seen on its way there ({count})")
+    if not sums.held:
+        return Finding(path, None, True, f"{path} is not audited: the optimizer has no gradient ({count})")
+    if sums.square == 0 and sums.worst <= 1:
+        return Finding(path, None, True, f"{path} is not audited: every sampled gradient is zero ({count})")
+    ratio = sums.product / sums.square if sums.square else math.inf
+    if sums.worst <= 1:
+        return Finding(path, ratio, True, f"{path} ratio {ratio:.3f} ({count})")
+    return Finding(
+        path,
+        ratio,
+        False,
+        f"{path} gives {ratio:.6g} times the right gradient ({count}; an element is off by {sums.worst:.3g} times what"
+        " rounding explains)",
+    )
+
+
+# ---------------------------------------------------------------------------------- the reduction
+
+
+def dense_group(engine: Any) -> Any:
+    """The ranks whose gradients make a dense parameter's: all, but for tensor parallelism and pipelines."""
+    if engine.pipeline_parallelism:
+        return engine.mpu.get_data_parallel_group()
+    if engine.mp_world_size > 1:
+        return engine.seq_data_parallel_group
+    return sys.modules["torch.distributed"].group.WORLD
+
+
+def _group(engine: Any, name: str) -> Any:
+    if not name:
+        return dense_group(engine)
+    return sys.modules["deepspeed.utils.groups"]._get_expert_data_parallel_group(name)
+
+
+def common_groups(engine: Any, samples: Sequence[Sample], ranks_by_digest: Mapping[str, Sequence[int]]) -> bool:
+    """Whether all ranks that this one would reduce with have the same samples."""
+    dist = sys.modules["torch.distributed"]
+    alike = set(ranks_by_digest[digest(samples)])
+    return all(set(dist.get_process_group_ranks(_group(engine, sample.group))) <= alike for sample in samples)
+
+
+def measure(engine: Any, facts: Facts, samples: Sequence[Sample], places: Places) -> dict[str, PathSums]:
+    """Reduce what the ranks kept, and compare with what this rank's optimizer is about to use. A collective of each
+    group that samples are reduced over."""
+    import torch
+
+    dist = sys.modules["torch.distributed"]
+    replicas = dist.get_world_size(dense_group(engine))
+    scale = gradient_scale(facts.reduction_op, replicas, facts.sequence_parallel_size, facts.convention)
+    found: dict[str, PathSums] = {}
+    for name, members in groupby(sorted(samples, key=lambda sample: sample.group), key=lambda sample: sample.group):
+        group, own = _group(engine, name), list(members)
+        ranks = dist.get_world_size(group)
+        together = torch.stack([torch.cat([s.kept for s in own]), torch.cat([s.magnitude for s in own])])
+        dist.all_reduce(together, group=group)
+        sizes = [len(sample.indices) for sample in own]
+        for sample, (right, magnitude) in zip(own, zip(*(row.split(sizes) for row in together * scale))):
+            sums = _compared(engine, sample, places, right, magnitude, ranks)
+            found.setdefault(sample.path, PathSums()).join(sums)
+            found[sample.path].parameters += 1
+    return found
+
+
+def _compared(
+    engine: Any, sample: Sample, places: Places, right: Tensor, magnitude: Tensor, ranks: int
+) -> PathSums:
+    import torch
+
+    fragments = list(places.held(sample.param))
+    used, held = sample.pick(fragments)
+    if not places.partitioned:
+        held[:] = True  # an optimizer passes over what has no gradient
+    loss_scale = loss_scale_of(engine)
+    used, right, magnitude = (tensor[held].cpu() for tensor in (used / loss_scale, right, magnitude))
+    dtypes = {sample.param.dtype, _communicated(engine, sample.param), *(fragment.dtype for _, fragment in fragments)}
+    additions = ranks + sample.micro_batches
+    tolerance = _relative(dtypes, additions) * magnitude + _absolute(dtypes) * additions / loss_scale
+    finite = bool(torch.isfinite(used).all() and torch.isfinite(right).all())
+    share = 1.0 if places.partitioned else 1.0 / ranks
+    return PathSums(
+        product=float(used @ right) if finite else 0.0,
+        square=float(right @ right) if finite else 0.0,
+        worst=float(((used - right).abs() / tolerance).max()) if finite and len(used) else 0.0,
+        finite=finite,
+        held=float(held.sum()) * share,
+        wanted=len(sample.indices) / ranks,
+        micro_batches=sample.micro_batches,
+    )
+
+
+def _communicated(engine: Any, param: Any) -> torch.dtype:
+    """With autocast a parameter says by itself in which dtype its gradient travels."""
+    own: torch.dtype | None = getattr(param, "comm_dtype", None)
+    return own or engine.communication_data_type  # type: ignore[no-any-return]
+
+
+def _relative(dtypes: Iterable[torch.dtype], additions: int) -> float:
+    """The error of a sum of so many numbers, over the sum of their sizes: half an epsilon for each addition and a few
+    more operations; of many, their square root, as roundings go both ways."""
+    import torch
+
+    return 2 * math.sqrt(additions + 4) * max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
+def _absolute(dtypes: Iterable[torch.dtype]) -> float:
+    """What is lost of a number that is too small for the dtype."""
+    import torch
+
+    infos = [torch.finfo(dtype) for dtype in dtypes]
+    return max(info.tiny * info.eps for info in infos)
+
+
+# ---------------------------------------------------------------------------------------- the norm
+
+
+def square_of_norm(engine: Any, facts: Facts, places: Places) -> float:
+    """This rank's part of the square of the norm over every distinct element; the ranks' parts add up."""
+    import torch
+
+    dist = sys.modules["torch.distributed"]
+    total = 0.0
+    for param in engine.module.parameters():
+        if not param.requires_grad or getattr(param, "ds_pipe_replicated", False):
+            continue
+        square = 0.0
+        for _, fragment in places.held(param):
+            dense = fragment.coalesce().values() if fragment.is_sparse else fragment
+            square += float(torch.linalg.vector_norm(dense, dtype=torch.float64)) ** 2
+        total += square / _holders(engine, facts, param, places.partitioned, dist)
+    return total / loss_scale_of(engine) ** 2
+
+
+def _holders(engine: Any, facts: Facts, param: Any, partitioned: bool, dist: Any) -> int:
+    """How many ranks of this parameter's stage hold the same element."""
+    expert = not getattr(param, "allreduce", True)
+    sharded = getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False)
+    copies = 1 if partitioned else dist.get_world_size(_group(engine, param.group_name if expert else ""))
+    if engine.mp_world_size > 1 and not engine.pipeline_parallelism and not (sharded or expert):
+        copies *= int(engine.mp_world_size)
+    return int(copies)
+
+
+def can_take_norm(engine: Any) -> bool:
+    """AutoEP's experts lie over groups of their own."""
+    return not any(map(is_autoep_expert, engine.module.parameters()))
+
+
+def norm_tolerance(engine: Any) -> float:
+    import torch
+
+    dtypes = {param.dtype for param in engine.module.parameters()}
+    return max(RATIO_TOLERANCE, 4 * max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0))
+
+
+def judged_norm(reported: float, right: float, tolerance: float) -> Finding:
+    ratio = reported / right if right else (1.0 if reported == 0 else math.inf)
+    if abs(ratio - 1) <= tolerance:
+        return Finding("norm", ratio, True, f"norm ratio {ratio:.3f} ({reported:.6g} reported)")
+    words = f"norm is reported {ratio:.6g} times too {'large' if ratio > 1 else 'small'}: {reported:.6g}, not {right:.6g}"
+    return Finding("norm", ratio, False, words)
