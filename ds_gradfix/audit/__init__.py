@@ -17,11 +17,12 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from ds_gradfix.agreement import Agreement, exchange, name_ranks
+from ds_gradfix.agreement import exchange, name_ranks
 from ds_gradfix.audit import _finding
 from ds_gradfix.audit._finding import Finding
 from ds_gradfix.audit._places import Places, loss_scale_of, places_of, why_not_audited
@@ -33,15 +34,22 @@ from ds_gradfix.facts import Facts
 log = logging.getLogger("ds_gradfix")
 
 FIRST_STEP = "ds-gradfix: audit of the first step"
+BEFORE = "Stopped before the update, because strict is set."
+
+LOSS_ROUNDING = 0.02
+"""A division by 3 in the dtype of the loss is off by no more."""
 
 
 def attach(engine: Any, facts: Facts, strict: bool, topic: str, late: bool = False) -> None:
     """Follow the gradients of this engine's next whole step, and take off everything after it.
 
-    ``topic`` names the engine among the ranks, once in a job. ``late``: the engine is older than ds-gradfix, and what it has
-    accumulated so far was not seen; the step after that is audited. Raises AuditError, in strict mode, for an engine
-    that can't be audited.
+    ``topic`` names the engine among the ranks, once in a job. ``late``: the engine is older than ds-gradfix, and what
+    it has accumulated so far was not seen; the step after that is audited. Raises AuditError, in strict mode, for an
+    engine that can't be audited though it takes steps.
     """
+    if not hasattr(engine.optimizer, "param_groups"):  # a model that only infers beside the one that trains
+        _give_up(engine, False, "this engine is not audited: it has no optimizer that takes steps")
+        return
     reason = why_not_audited(engine, facts)
     if reason is not None:
         _give_up(engine, strict, f"this engine is not audited: {reason}")
@@ -140,7 +148,8 @@ class Audit:
             return 1 / self._root
         # From 0.18.3 to 0.19.5 the engine divides where the model's output is, instead of at the loss.
         at_output = hasattr(self._engine, "_backward_prologue_per_tensor")
-        at_loss = any(math.isclose(self._root * steps, scale) for scale in (1.0, loss_scale_of(self._engine)))
+        scales = (1.0, loss_scale_of(self._engine))
+        at_loss = any(math.isclose(self._root * steps, scale, rel_tol=LOSS_ROUNDING) for scale in scales)
         return 1 / self._root / (steps if at_loss or not at_output else 1)
 
     # ------------------------------------------------------------------------------ at the step
@@ -150,11 +159,13 @@ class Audit:
             self._start_again()
             return original(*args, **kwargs)
         self._attempt += 1
-        judgeable = self._before()
+        finite = self._before()
+        if not self._samples:
+            return original(*args, **kwargs)
         skipped = self._engine.skipped_steps
-        result = original(*args, **kwargs)
-        if judgeable is not None:
-            self._after(judgeable and self._engine.skipped_steps == skipped)
+        with self._clipping_watched(finite):
+            result = original(*args, **kwargs)
+        self._after(finite and self._engine.skipped_steps == skipped)
         return result
 
     def _start_again(self) -> None:
@@ -162,71 +173,96 @@ class Audit:
         for sample in self._samples:
             sample.forget()
 
-    def _before(self) -> bool | None:
-        """Compare; False where something is not finite, and so nothing can be said, None where the audit is over.
+    def _before(self) -> bool:
+        """Compare; whether all is finite, so that it can be judged. What can't be compared ends the audit.
 
         Raises AuditError on all ranks, in strict mode, if a gradient is wrong.
         """
-        ready = self._exchange("ready", digest(self._samples))
-        if ready.missing:
-            return self._end(f"{name_ranks(ready.missing)} did not answer")
-        try:
-            alike = _finding.common_groups(self._engine, self._samples, ready.said)
-            own: Any = {"differ": True} if not alike else self._measured()
-        except Exception as error:  # one rank's failure must be heard by all, not end one rank
-            log.exception("%s failed", FIRST_STEP)
-            own = {"failed": f"{type(error).__name__}: {error}"}
-        heard = self._exchange("found", json.dumps(own))
-        if heard.missing:
-            return self._end(f"{name_ranks(heard.missing)} did not answer")
-        said = [(json.loads(text), ranks) for text, ranks in heard.said.items()]
-        differ = [rank for one, ranks in said if "differ" in one for rank in ranks]
-        if differ:
-            return self._end(f"{name_ranks(differ)} and others of the same group have different parameters")
-        for one, ranks in said:
-            if "failed" in one:
-                return self._end(f"{name_ranks(ranks)}: {one['failed']}")
-        every = [one for one, ranks in said for _ in ranks]
-        self._square = None if any(one["square"] is None for one in every) else sum(one["square"] for one in every)
-        paths = _finding.joined(one["paths"] for one in every)
+        stage = self._engine.grid.get_stage_id() if self._engine.pipeline_parallelism else 0
+        said = self._heard("ready", {"stage": stage, "digest": digest(self._samples)})
+        if said is None:
+            return False
+        digests = {(one["stage"], one["digest"]) for one in said}
+        if len(digests) > len({stage for stage, _ in digests}):
+            self._end("the ranks have different parameters")
+            return False
+        said = self._heard("found", self._measured())
+        if said is None:
+            return False
+        failed = [one["failed"] for one in said if "failed" in one]
+        if failed:
+            self._end(failed[0])
+            return False
+        self._square = None if any(one["square"] is None for one in said) else sum(one["square"] for one in said)
+        paths = _finding.joined(one["paths"] for one in said)
         self._findings = [_finding.judged(path, sums) for path, sums in sorted(paths.items())]
         finite = all(sums.finite for sums in paths.values())
         if finite:
-            self._stop_if_wrong("Stopped before the update, because strict is set.")
+            self._stop_if_wrong(BEFORE)
         return finite
 
     def _measured(self) -> dict[str, Any]:
-        paths = _finding.measure(self._engine, self._facts, self._samples, self._places)
-        square = None
-        if _finding.can_take_norm(self._engine):
-            square = _finding.square_of_norm(self._engine, self._facts, self._places)
+        try:
+            paths = _finding.measure(self._engine, self._facts, self._samples, self._places)
+            square = None
+            if _finding.can_take_norm(self._engine):
+                square = _finding.square_of_norm(self._engine, self._facts, self._places)
+        except Exception as error:  # one rank's failure must be heard by all, not end one rank
+            log.exception("%s failed", FIRST_STEP)
+            return {"failed": f"rank {_rank()}: {type(error).__name__}: {error}"}
         return {"paths": {path: asdict(sums) for path, sums in paths.items()}, "square": square}
+
+    @contextmanager
+    def _clipping_watched(self, finite: bool) -> Iterator[None]:
+        """Where the engine clips the very gradients that were compared, compare them with what they were once more."""
+        if not (finite and self._places.clipped_there):
+            yield
+            return
+        before = _finding.picked(self._samples, self._places)
+
+        def clipped(*_: Any) -> None:
+            after = _finding.picked(self._samples, self._places)
+            said = self._heard("clipped", _finding.clipped(self._samples, before, after))
+            if said is not None and self._square is not None:
+                clip = float(self._engine.gradient_clipping())
+                self._findings += _finding.judged_clipping(said, clip, self._square)
+                self._stop_if_wrong(BEFORE)
+
+        handle = self._engine.optimizer.register_step_pre_hook(clipped)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _after(self, taken: bool) -> None:
         """Report, if the step was really taken. Raises AuditError on all ranks, in strict mode, for a wrong norm."""
         reported = self._engine.get_global_grad_norm()
-        text = json.dumps({"taken": taken, "norm": None if reported is None else float(reported)})
-        heard = self._exchange("norm", text)
-        said = [json.loads(each) for each in heard.said]
+        said = self._heard("norm", {"taken": taken, "norm": None if reported is None else float(reported)})
+        if said is None:
+            return
         if not all(one["taken"] for one in said):
             if not self._waited and _rank() == 0:
-                log.info("%s waits for one that is taken: a gradient is not finite, or the step was skipped", FIRST_STEP)
+                log.info("%s waits for one that is taken: this one is skipped, or a gradient is not finite", FIRST_STEP)
             self._waited = True
             self._start_again()
             return
+        right = math.sqrt(self._square or 0.0)
         norms = [one["norm"] for one in said if one["norm"] is not None]
-        if self._square is not None and norms:
-            right = math.sqrt(self._square)
-            worst = max(norms, key=lambda norm: abs(norm - right))
-            self._findings.append(_finding.judged_norm(worst, right, _finding.norm_tolerance(self._engine)))
-        self._stop_if_wrong("The update is taken: what is wrong shows only after it.")
+        worst = max(norms, key=lambda norm: abs(norm - right), default=None)
+        self._findings.append(_finding.judged_norm(self._engine, worst, self._square))
+        self._stop_if_wrong("Stopped after the update: what is wrong shows only then.")
         self._report()
 
-    def _exchange(self, what: str, text: str) -> Agreement:
+    def _heard(self, what: str, own: Any) -> list[Any] | None:
+        """What the ranks said, one for each; None, and the end of the audit, where one of them said nothing."""
         place = place_among_ranks()
         if place is None:
-            return Agreement({text: (0,)})
-        return exchange(place.store, f"{self._topic}/{self._attempt}/{what}", place.rank, place.ranks, text)
+            return [own]
+        heard = exchange(place.store, f"{self._topic}/{self._attempt}/{what}", place.rank, place.ranks, json.dumps(own))
+        if heard.missing:
+            self._end(f"{name_ranks(heard.missing)} did not answer")
+            return None
+        return [json.loads(text) for text, ranks in heard.said.items() for _ in ranks]
 
     # ------------------------------------------------------------------------------ what is said
 
@@ -247,12 +283,12 @@ class Audit:
         kept = sum(sample.kept_bytes for sample in self._samples)
         findings = [finding.as_data() for finding in self._findings]
         setattr(self._engine, AUDIT, {"done": True, "reason": None, "findings": findings, "kept_bytes": kept})
-        believed = "; the loss was not seen, and is taken to be scaled as the engine says" if self._believed else ""
         self.detach()
         if _rank() == 0:
             for finding in self._findings:
-                say = log.info if finding.right else log.warning
-                say("%s: %s%s", FIRST_STEP, finding.words, believed)
+                (log.info if finding.right else log.warning)("%s: %s", FIRST_STEP, finding.words)
+            if self._believed:
+                log.info("%s did not see the loss, and took it to be scaled as the engine says", FIRST_STEP)
 
 
 def _rank() -> int:

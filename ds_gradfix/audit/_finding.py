@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ds_gradfix.audit._places import Places, loss_scale_of
-from ds_gradfix.audit._samples import Sample, digest
+from ds_gradfix.audit._samples import Sample
 from ds_gradfix.facts import Facts, is_autoep_expert
 from ds_gradfix.reduction import gradient_scale
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-RATIO_TOLERANCE = 1e-3
+SUMS_TOLERANCE = 1e-3
 """Of a norm or a clip coefficient, at least: sums over a whole model are exact to far less."""
 
 
@@ -51,10 +51,12 @@ class PathSums:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of an audit: ``ratio`` is what was measured over what is right, None where that is zero or unknown."""
+    """One line of an audit: ``ratio`` is what was measured over what is right, None where that is zero or unknown;
+    ``error`` the largest error in multiples of what rounding explains, None where nothing was compared."""
 
     what: str
     ratio: float | None
+    error: float | None
     right: bool
     words: str
 
@@ -72,22 +74,23 @@ def joined(said: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, PathSum
 
 
 def judged(path: str, sums: PathSums) -> Finding:
-    """Raises nothing: what can't be judged is right, and said."""
+    """What can't be judged is not called wrong; it is said."""
     count = f"{sums.wanted:.0f} elements, {sums.parameters} parameters"
     if sums.held < sums.wanted - 0.5:
         count = f"{sums.held:.0f} of {count}: the others were not found"
     if not sums.micro_batches:
-        return Finding(path, None, True, f"{path} is not audited: no gradient was seen on its way there ({count})")
+        return Finding(path, None, None, True, f"{path} is not audited: no gradient was seen on its way there ({count})")
     if not sums.held:
-        return Finding(path, None, True, f"{path} is not audited: the optimizer has no gradient ({count})")
+        return Finding(path, None, None, True, f"{path} is not audited: the optimizer has no gradient ({count})")
     if sums.square == 0 and sums.worst <= 1:
-        return Finding(path, None, True, f"{path} is not audited: every sampled gradient is zero ({count})")
+        return Finding(path, None, None, True, f"{path} is not audited: every sampled gradient is zero ({count})")
     ratio = sums.product / sums.square if sums.square else math.inf
     if sums.worst <= 1:
-        return Finding(path, ratio, True, f"{path} ratio {ratio:.3f} ({count})")
+        return Finding(path, ratio, sums.worst, True, f"{path} ratio {ratio:.3f} ({count})")
     return Finding(
         path,
         ratio,
+        sums.worst,
         False,
         f"{path} gives {ratio:.6g} times the right gradient ({count}; an element is off by {sums.worst:.3g} times what"
         " rounding explains)",
@@ -110,13 +113,6 @@ def _group(engine: Any, name: str) -> Any:
     if not name:
         return dense_group(engine)
     return sys.modules["deepspeed.utils.groups"]._get_expert_data_parallel_group(name)
-
-
-def common_groups(engine: Any, samples: Sequence[Sample], ranks_by_digest: Mapping[str, Sequence[int]]) -> bool:
-    """Whether all ranks that this one would reduce with have the same samples."""
-    dist = sys.modules["torch.distributed"]
-    alike = set(ranks_by_digest[digest(samples)])
-    return all(set(dist.get_process_group_ranks(_group(engine, sample.group))) <= alike for sample in samples)
 
 
 def measure(engine: Any, facts: Facts, samples: Sequence[Sample], places: Places) -> dict[str, PathSums]:
@@ -170,8 +166,8 @@ def _compared(
 
 def _communicated(engine: Any, param: Any) -> torch.dtype:
     """With autocast a parameter says by itself in which dtype its gradient travels."""
-    own: torch.dtype | None = getattr(param, "comm_dtype", None)
-    return own or engine.communication_data_type  # type: ignore[no-any-return]
+    dtype: torch.dtype = getattr(param, "comm_dtype", None) or engine.communication_data_type
+    return dtype
 
 
 def _relative(dtypes: Iterable[torch.dtype], additions: int) -> float:
@@ -215,26 +211,65 @@ def _holders(engine: Any, facts: Facts, param: Any, partitioned: bool, dist: Any
     expert = not getattr(param, "allreduce", True)
     sharded = getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False)
     copies = 1 if partitioned else dist.get_world_size(_group(engine, param.group_name if expert else ""))
-    if engine.mp_world_size > 1 and not engine.pipeline_parallelism and not (sharded or expert):
-        copies *= int(engine.mp_world_size)
-    return int(copies)
+    return int(copies) * (1 if sharded or expert else _tensor_parallel_size(engine))
+
+
+def _tensor_parallel_size(engine: Any) -> int:
+    """A pipeline calls all ranks of one model model-parallel."""
+    return int(engine.grid.get_slice_parallel_world_size() if engine.pipeline_parallelism else engine.mp_world_size)
 
 
 def can_take_norm(engine: Any) -> bool:
-    """AutoEP's experts lie over groups of their own."""
+    """Not with AutoEP, whose experts lie over groups of their own."""
     return not any(map(is_autoep_expert, engine.module.parameters()))
 
 
-def norm_tolerance(engine: Any) -> float:
+def judged_norm(engine: Any, reported: float | None, square: float | None) -> Finding:
+    """The norm that the engine reports against the square of the right one."""
     import torch
 
+    if reported is None or square is None:
+        reason = "the engine reports none" if reported is None else "AutoEP's experts lie over groups of their own"
+        return Finding("norm", None, None, True, f"norm is not audited: {reason}")
     dtypes = {param.dtype for param in engine.module.parameters()}
-    return max(RATIO_TOLERANCE, 4 * max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0))
+    tolerance = max(SUMS_TOLERANCE, 4 * max(torch.finfo(dtype).eps for dtype in dtypes))
+    right = math.sqrt(square)
+    ratio = reported / right if right else (math.inf if reported else 1.0)
+    error = abs(ratio - 1) / tolerance
+    if error <= 1:
+        return Finding("norm", ratio, error, True, f"norm ratio {ratio:.3f} ({reported:.6g} reported)")
+    words = f"norm is reported as {ratio:.6g} times the right one: {reported:.6g}, not {right:.6g}"
+    return Finding("norm", ratio, error, False, words)
 
 
-def judged_norm(reported: float, right: float, tolerance: float) -> Finding:
-    ratio = reported / right if right else (1.0 if reported == 0 else math.inf)
-    if abs(ratio - 1) <= tolerance:
-        return Finding("norm", ratio, True, f"norm ratio {ratio:.3f} ({reported:.6g} reported)")
-    words = f"norm is reported {ratio:.6g} times too {'large' if ratio > 1 else 'small'}: {reported:.6g}, not {right:.6g}"
-    return Finding("norm", ratio, False, words)
+# ------------------------------------------------------------------------------------ the clipping
+
+
+def picked(samples: Sequence[Sample], places: Places) -> list[Tensor]:
+    """What the optimizer is about to use of each sample."""
+    return [sample.pick(places.held(sample.param))[0] for sample in samples]
+
+
+def clipped(samples: Sequence[Sample], before: Sequence[Tensor], after: Sequence[Tensor]) -> dict[str, list[float]]:
+    """By path, the sums that the clip coefficient is the quotient of: after times before, and before squared."""
+    sums: dict[str, list[float]] = {}
+    for sample, was, now in zip(samples, before, after, strict=True):
+        product, square = sums.setdefault(sample.path, [0.0, 0.0])
+        sums[sample.path] = [product + float(was @ now), square + float(was @ was)]
+    return sums
+
+
+def judged_clipping(said: Sequence[Mapping[str, Sequence[float]]], clip: float, square: float) -> list[Finding]:
+    """The ranks' sums from :func:`clipped`, against ``min(1, clip / (norm + 1e-6))``."""
+    findings = []
+    right = min(1.0, clip / (math.sqrt(square) + 1e-6))
+    for path in sorted({path for one in said for path in one}):
+        product, total = (sum(one.get(path, (0.0, 0.0))[which] for one in said) for which in (0, 1))
+        if total:
+            ratio = product / total / right
+            error = abs(ratio - 1) / SUMS_TOLERANCE
+            words = f"clipping ratio {ratio:.3f} ({path})"
+            if error > 1:
+                words = f"clipping is by {ratio:.6g} times the right coefficient ({path})"
+            findings.append(Finding(f"clipping, {path}", ratio, error, error <= 1, words))
+    return findings

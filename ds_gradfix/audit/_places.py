@@ -13,17 +13,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Fragment = tuple[int, "Tensor"]
-"""Of one parameter's gradient, flat: the index of the first element, and elements from there on, one-dimensional. A
-sparse gradient is one fragment as it is."""
+"""Of one parameter's gradient: the flat index of the first element, and a tensor of the elements from there on, in any
+shape; a sparse gradient is one fragment as it is."""
 
 
 @dataclass(frozen=True)
 class Places:
     """``held(param)`` are the fragments of a parameter's gradient that this rank's optimizer is about to use, still
-    multiplied by the loss scale; none where other ranks have it. ``partitioned``: ranks have different ones."""
+    multiplied by the loss scale; none where other ranks have it. ``partitioned``: ranks have different ones.
+    ``clipped_there``: clipping changes what ``held`` gives, before the engine steps the job's own optimizer."""
 
     held: Callable[[Any], Iterable[Fragment]]
     partitioned: bool
+    clipped_there: bool = False
 
 
 def places_of(engine: Any) -> Places | None:
@@ -36,21 +38,21 @@ def places_of(engine: Any) -> Places | None:
         return Places(lambda param: _mapped(param, _bf16_partition(optimizer, param)), True)
     if kind == "DeepSpeedZeroOptimizer_Stage3":
         return Places(lambda param: _zero3(optimizer, param), True)
-    if kind in ("FP16_Optimizer", "FP16_UnfusedOptimizer") or _is_plain(engine):
+    if kind in ("FP16_Optimizer", "FP16_UnfusedOptimizer"):
         return Places(_whole, False)
+    if _is_plain(engine):
+        return Places(_whole, False, clipped_there=engine.gradient_clipping() > 0)
     return None
 
 
 def _is_plain(engine: Any) -> bool:
     """The engine steps the job's own optimizer on the parameters themselves: fp32 or autocast without ZeRO."""
-    return engine.zero_optimization_stage() == 0 and engine.optimizer is engine.basic_optimizer
+    return engine.zero_optimization_stage() == 0 and engine.optimizer is getattr(engine, "basic_optimizer", None)
 
 
 def why_not_audited(engine: Any, facts: Facts) -> str | None:
     """What makes this engine one whose gradients can't be followed, in words; None where they can."""
     optimizer = engine.optimizer
-    if not hasattr(optimizer, "param_groups"):
-        return "it has no optimizer that takes steps"
     if facts.own_step:
         return "ZenFlow and SuperOffload take their steps in code of their own"
     if getattr(engine, "is_deepcompile_enabled", bool)():
@@ -59,7 +61,7 @@ def why_not_audited(engine: Any, facts: Facts) -> str | None:
         return f"it is not known where {facts.wrapper} keeps its gradients"
     if facts.folded_experts:
         return "AutoEP and AutoTP together correct gradients on their way"
-    if any(group.get("use_muon") for group in engine.basic_optimizer.param_groups):
+    if any(group.get("use_muon") for group in optimizer.param_groups):
         return "Muon puts its update in the gradient's place"
     if getattr(optimizer, "all2all_process_group", None) is not None:
         return "quantized gradients are off by more than their dtype explains"
@@ -72,7 +74,7 @@ def why_not_audited(engine: Any, facts: Facts) -> str | None:
 
 def loss_scale_of(engine: Any) -> float:
     """What the step divides gradients by."""
-    scaler = getattr(engine, "torch_autocast_z0_gradscaler", None)
+    scaler: Any = getattr(engine, "torch_autocast_z0_gradscaler", None)
     if hasattr(scaler, "get_scale"):
         return float(scaler.get_scale())
     return float(getattr(engine.optimizer, "loss_scale", 1.0))
@@ -80,7 +82,7 @@ def loss_scale_of(engine: Any) -> float:
 
 def _whole(param: Any) -> Iterator[Fragment]:
     if param.grad is not None:
-        yield 0, param.grad if param.grad.is_sparse else param.grad.reshape(-1)
+        yield 0, param.grad
 
 
 def _mapped(param: Any, partition: list[Tensor]) -> Iterator[Fragment]:
@@ -130,5 +132,5 @@ def _cut(tensors: Iterable[Tensor], place: int, size: int, start: int) -> Iterat
 
 
 def is_audited(param: Any) -> bool:
-    """Not where AutoEP's own hooks, or the stages of a pipeline among themselves, add something on the way."""
+    """AutoEP's experts lie over groups of their own."""
     return bool(param.requires_grad) and not is_autoep_expert(param)

@@ -52,7 +52,7 @@ class Sample:
 
     def keep(self, gradient: Tensor, weight: float) -> None:
         """Add one micro-batch's gradient of the whole parameter."""
-        found = self.pick([(0, gradient if gradient.is_sparse else gradient.reshape(-1))])[0] * weight
+        found = self.pick([(0, gradient)])[0] * weight
         self.kept += found
         self.magnitude += found.abs()
         self.micro_batches += 1
@@ -67,9 +67,9 @@ class Sample:
                 found += _column_sums(fragment, self.param.shape[-1], self.indices)
                 there[:] = True
                 continue
-            flat = fragment.to_dense().reshape(-1) if fragment.is_sparse else fragment
-            inside = (self.indices >= start) & (self.indices < start + flat.numel())
-            chosen = flat[(self.indices[inside] - start).to(flat.device)]
+            dense = fragment.to_dense() if fragment.is_sparse else fragment
+            inside = (self.indices >= start) & (self.indices < start + dense.numel())
+            chosen = dense.take((self.indices[inside] - start).to(dense.device))  # copies no gradient, however it lies
             found[inside] = chosen.to(found.device, torch.float64)
             there |= inside
         return found, there
@@ -153,7 +153,7 @@ def _tied_over_stages(engine: Any) -> set[int]:
 
 
 def digest(samples: Iterable[Sample]) -> str:
-    """What ranks must have alike to reduce their samples together."""
+    """What ranks of one pipeline stage must have alike to reduce their samples together."""
     text = repr([(sample.name, sample.path, sample.by_columns, sample.indices.tolist()) for sample in samples])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
