@@ -91,6 +91,7 @@ def enable(
     only: Iterable[str] | None = None,
     exclude: Iterable[str] | None = None,
     force: Iterable[str] | None = None,
+    plugins: bool | None = None,
     strict: bool | None = None,
     self_check: str | None = None,
     sequence_parallel_reduction: str | None = None,
@@ -110,6 +111,7 @@ def enable(
         "only": only,
         "exclude": exclude,
         "force": force,
+        "plugins": plugins,
         "strict": strict,
         "self_check": self_check,
         "sequence_parallel_reduction": sequence_parallel_reduction,
@@ -130,7 +132,7 @@ def _enable(arguments: dict[str, Any]) -> None:
         settings = resolve(arguments, os.environ)
         if _state.enabled and (settings, arguments) == (_state.settings, _state.arguments):
             return
-        plan = make_plan(find_installed(), discover(), settings)
+        plan = make_plan(find_installed(), discover(settings.plugins), settings)
         _corrections(plan)  # refuses what can't be in force together, before anything changes
         if _state.enabled:
             disable()
@@ -138,6 +140,7 @@ def _enable(arguments: dict[str, Any]) -> None:
         _state.last_settings = settings
         _show_log()
         _say_what_is_left_alone(plan, settings)
+        _say_what_plugins_bring(plan)
         modules = sorted({target.module for target in _makers()})
         late = [module for module in modules if module in sys.modules]
         _reach_out([slot for module in late for slot in _install(sys.modules[module])])
@@ -178,7 +181,8 @@ def status() -> dict[str, Any]:
     """The plan and what is in place, as plain data that ``json.dumps`` takes."""
     with _lock:
         settings = _state.settings if _state.enabled else resolve({}, os.environ)
-        plan = _state.plan if _state.enabled and _state.plan else make_plan(find_installed(), discover(), settings)
+        plan = _state.plan if _state.enabled else None
+        plan = plan or make_plan(find_installed(), discover(settings.plugins), settings)
         return {
             "enabled": _state.enabled,
             "settings": asdict(settings),
@@ -186,6 +190,7 @@ def status() -> dict[str, Any]:
             "plan": [
                 {
                     "patch": entry.patch.id,
+                    "plugin": entry.patch.plugin,
                     "verdict": entry.verdict.value,
                     "action": "correct" if entry.act else "leave",
                     "reason": entry.reason,
@@ -515,3 +520,11 @@ def _say_what_is_left_alone(plan: Plan, settings: Settings) -> None:
     for entry in plan.entries:
         if entry.verdict.value == "unrecognised" and settings.selects(entry.patch.id):
             log.warning("ds-gradfix: %s: %s", entry.patch.id, entry.reason)
+
+
+def _say_what_plugins_bring(plan: Plan) -> None:
+    if os.environ.get("RANK", "0") != "0":
+        return
+    for entry in plan.entries:
+        if entry.patch.plugin is not None and entry.act:
+            log.info("ds-gradfix: %s is a patch of %s, not of ds-gradfix", entry.patch.id, entry.patch.plugin)

@@ -17,6 +17,7 @@ from ds_gradfix import agreement
 from ds_gradfix.agreement import Agreement, exchange, name_ranks, post
 from ds_gradfix.errors import GradfixError, SelfCheckError, SettingsError
 from ds_gradfix.facts import STOCK_PARTITION_SIZE, Facts, dense_partition_groups, is_autoep_expert
+from ds_gradfix.plugins import in_words, tell
 from ds_gradfix.registry import Check, Effect, Entry, Measurement, Patch, Plan, Steer, Verdict, checks
 from ds_gradfix.reduction import gradient_scale
 from ds_gradfix.settings import Settings
@@ -195,7 +196,8 @@ def engage(engine: Any, plan: Plan, settings: Settings, late: bool = False) -> E
     convention, because = convention_of(settings, int(engine.sequence_parallel_size))
     facts = facts_of(engine, convention)
     check_convention(facts, settings)
-    effects, left_out = {}, {}
+    effects: dict[str, Effect] = {}
+    left_out: dict[str, str] = {}
     for entry in plan.entries:
         effect = entry.patch.affects(facts)
         if effect is None:
@@ -216,7 +218,8 @@ def engage(engine: Any, plan: Plan, settings: Settings, late: bool = False) -> E
             if option:
                 raise SettingsError(refused_option(option.key, entry.patch.id, reason))
             left_out[entry.patch.id] = _not_corrected(entry, effect, reason)
-    engagement = Engagement(facts, settings, because, effects, left_out, _steer(engine, plan, effects), late)
+    steered = _steer(engine, plan, effects)
+    engagement = Engagement(facts, settings, because, effects, left_out, steered, late)
     for holder in (engine, engine.optimizer):
         if holder is not None:
             setattr(holder, ATTRIBUTE, engagement)
@@ -242,15 +245,27 @@ def check_convention(facts: Facts, settings: Settings) -> None:
         )
 
 
-def _steer(engine: Any, plan: Plan, effects: Mapping[str, Effect]) -> dict[str, Any]:
-    """Set the attributes that patches in force steer by; returns what they were."""
+def _steer(engine: Any, plan: Plan, effects: dict[str, Effect]) -> dict[str, Any]:
+    """Set the attributes that patches in force steer by; returns what they were. A plug-in's patch that can't is no
+    longer in force."""
     before: dict[str, Any] = {}
-    for patch_id in effects:
-        for correction, _ in plan.entry(patch_id).corrections():
-            if isinstance(correction, Steer):
-                for name, value in correction.values.items():
-                    before.setdefault(name, attrgetter(name)(engine))
-                    _set(engine, name, value(engine) if callable(value) else value)
+    for patch_id in list(effects):
+        patch, own = plan.entry(patch_id).patch, dict(before)
+        try:
+            for correction, _ in plan.entry(patch_id).corrections():
+                if isinstance(correction, Steer):
+                    for name, value in correction.values.items():
+                        own.setdefault(name, attrgetter(name)(engine))
+                        _set(engine, name, value(engine) if callable(value) else value)
+        except Exception as error:
+            if patch.plugin is None:
+                raise
+            for name in own.keys() - before.keys():
+                _set(engine, name, own[name])
+            del effects[patch_id]
+            tell(f"{patch.plugin}, {patch_id}: {in_words(error)}; the patch is left out")
+        else:
+            before = own
     return before
 
 

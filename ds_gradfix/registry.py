@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
+import os
 import pkgutil
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from importlib import resources
-from importlib.metadata import entry_points
 from typing import Any
 
 from packaging.version import Version
@@ -23,12 +23,11 @@ from packaging.version import Version
 from ds_gradfix.errors import PlanError, RewriteError, SettingsError
 from ds_gradfix.facts import Facts
 from ds_gradfix.installed import Installed
-from ds_gradfix.settings import Settings
+from ds_gradfix.plugins import Misfit, Offer, attempt, guarded, in_words, offers, require, tell
+from ds_gradfix.settings import Settings, plugins_allowed
 from ds_gradfix.source import Function, Rule, find_functions, fingerprint, rewrite
 
 ENTRY_POINTS = "ds_gradfix.patches"
-
-log = logging.getLogger("ds_gradfix")
 
 
 class Verdict(str, Enum):
@@ -153,6 +152,7 @@ class Patch:
     can't bite: a release that lacks one of them has the patch ``absent``. ``refuse(engine)`` is for what no
     correction can put right once the engine is there: why it must not train as it stands, with the way out, else
     None. It is asked where ``affects`` says that the defect bites, whether or not the patch acts.
+    ``plugin`` is the distribution that a plug-in's patch is of, by name and version; discovery fills it in.
     """
 
     id: str
@@ -169,6 +169,7 @@ class Patch:
     option: Option | None = None
     needs: tuple[Target, ...] = ()
     refuse: Callable[[Any], str | None] | None = None
+    plugin: str | None = None
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -219,25 +220,69 @@ def newest_known_release() -> Version:
     return max(Version(release) for entry in catalogue() for release in entry["releases"])
 
 
-def discover() -> tuple[Patch, ...]:
+def discover(plugins: bool | None = None) -> tuple[Patch, ...]:
     """All patches, by id: the built-in ones, and those that entry points offer.
 
-    A plug-in that can't be used is reported and left out: it must not harm the job.
+    ``plugins`` says whether entry points are read; where it is not given, the variable of that setting does. A plug-in
+    that can't be used is told and left out: it must not harm the job.
     """
     found: dict[str, Patch] = {patch.id: patch for patch in _built_in("PATCH")}
-    for point in entry_points(group=ENTRY_POINTS):
-        try:
-            patch = point.load()
-        except Exception as error:
-            log.warning("ds-gradfix: the plug-in patch %s (%s) can't be loaded: %r", point.name, point.value, error)
-            continue
-        if not isinstance(patch, Patch):
-            log.warning("ds-gradfix: the plug-in patch %s (%s) is no Patch and is left out", point.name, point.value)
-        elif patch.id in found:
-            log.warning("ds-gradfix: the plug-in patch %s has the id of another one and is left out", patch.id)
-        else:
-            found[patch.id] = patch
+    if plugins_allowed(os.environ) if plugins is None else plugins:
+        for offer in sorted(offers(ENTRY_POINTS), key=str):
+            patch, problem = attempt(partial(_of_plugin, offer))
+            if patch is not None and patch.id in found:
+                problem = f"{patch.id!r} is the id of another patch"
+            if problem is not None:
+                tell(f"{offer} is left out: {problem}")
+            elif patch is not None:
+                found[patch.id] = patch
     return tuple(patch for _, patch in sorted(found.items()))
+
+
+def _of_plugin(offer: Offer) -> Patch:
+    """A plug-in's patch. Its functions can't harm a job: where one of them fails, the patch does not act."""
+    patch: Patch = offer.point.load()
+    require(patch, Patch, "PATCH")
+    _require_sense(patch)
+
+    def leave_out(problem: str) -> None:
+        tell(f"{problem}; the patch is left out")
+
+    def fail(problem: str) -> None:
+        raise RuntimeError(problem)  # the self-check names the patch, on all ranks
+
+    who = f"{offer.distribution}, {patch.id}"
+    option = patch.option
+    return replace(
+        patch,
+        plugin=offer.distribution,
+        affects=guarded(patch.affects, Effect | None, f"{who}: affects()", leave_out),
+        measure=guarded(patch.measure, Sequence[Measurement], f"{who}: measure()", fail),
+        refuse=patch.refuse and guarded(patch.refuse, str | None, f"{who}: refuse()", leave_out),
+        option=option
+        and replace(
+            option,
+            asked=guarded(option.asked, bool, f"{who}: asked()", leave_out, passing=(SettingsError,)),
+            refuse_engine=guarded(option.refuse_engine, str | None, f"{who}: refuse_engine()", leave_out),
+        ),
+    )
+
+
+def _require_sense(patch: Patch) -> None:
+    """Raise Misfit for a card whose types are right and which can't be used all the same."""
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", patch.id):
+        raise Misfit(f"the id {patch.id!r} is not allowed; allowed are lower-case words and digits with - between them")
+    for name in ("title", "symptom", "cause", "fix", "retire"):
+        if not getattr(patch, name).strip():
+            raise Misfit(f"{name} is empty; list and doctor show it")
+    if not patch.corrections:
+        raise Misfit("corrections is empty: it would do nothing")
+    if len(set(patch.targets)) < len(patch.targets):
+        raise Misfit("two of its corrections have the same target")
+    for target in (*patch.targets, *patch.needs):
+        names = [*target.module.split("."), *target.qualname.split(".")]
+        if names[0] != "deepspeed" or not all(map(str.isidentifier, names)):
+            raise Misfit(f"the target {str(target)!r} is not allowed; allowed are functions in modules of deepspeed")
 
 
 @cache
@@ -408,8 +453,11 @@ def _entry(installed: Installed, patch: Patch, settings: Settings, functions: Fu
                 wanted = finding.verdict in (Verdict.DEFECTIVE, Verdict.UNRECOGNISED)
                 if isinstance(correction, Rewrite) and finding.function is not None and wanted:
                     rewrite(finding.function, correction.rules)
-        except RewriteError as error:
-            act, verdict, reason = False, Verdict.UNRECOGNISED, str(error)
+        except Exception as error:
+            if patch.plugin is None and not isinstance(error, RewriteError):
+                raise
+            reason = str(error) if isinstance(error, RewriteError) else f"its rules can't be applied: {in_words(error)}"
+            act, verdict = False, Verdict.UNRECOGNISED
     return Entry(patch, findings, verdict, act, reason)
 
 

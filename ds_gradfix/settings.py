@@ -6,7 +6,7 @@ is decided by itself, by the highest place that gives it.
 
 Patches go into the process once, before any configuration is read: ``only`` and ``exclude`` of the
 first two places decide what goes in, those of a configuration what is in force for its engine, and
-``force`` can't stand in a configuration.
+``force`` and ``plugins`` can't stand in a configuration.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ VARIABLE_PREFIX = "DS_GRADFIX_"
 ARGUMENT = "enable() argument "
 OFF_WORDS = ("", "0", "off", "false", "no")
 ON_WORDS = ("1", "on", "true", "yes")
+FOR_THE_PROCESS = ("force", "plugins")
+"""Settings that are too late in a configuration."""
 
 
 def _names(key: str, value: Any) -> tuple[str, ...]:
@@ -72,6 +74,9 @@ class Settings:
     exclude: tuple[str, ...] = _setting(_names, (), "Leave these patches out.")
     force: tuple[str, ...] = _setting(
         _names, (), "Let these patches act on source that is not recognised. The self-check still decides."
+    )
+    plugins: bool = _setting(
+        _switch, True, "Use the patches that other installed distributions offer; off, nothing of theirs is loaded."
     )
     strict: bool = _setting(_switch, False, "Raise where ds-gradfix would otherwise leave something alone and say so.")
     self_check: str = _setting(
@@ -140,6 +145,13 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     return read
 
 
+def plugins_allowed(environ: Mapping[str, str]) -> bool:
+    """The setting ``plugins`` where there are no arguments, whatever other variables say."""
+    name = variable("plugins")
+    allowed: bool = read_environment({name: environ.get(name, "")}).get("plugins", Settings.plugins)
+    return allowed
+
+
 def resolve(
     arguments: Mapping[str, Any], environ: Mapping[str, str], section: Mapping[str, Any] | None = None
 ) -> Settings:
@@ -167,9 +179,10 @@ def read_section(section: Any) -> dict[str, Any]:
     if not isinstance(section, Mapping):
         example = '{"self_check": "warn"}'
         raise SettingsError(f'"{SECTION}": {section!r} is not allowed; it is an object, such as {example}')
-    if "force" in section:
-        raise SettingsError(
-            f'"{SECTION}": force: not allowed in a configuration, which is read when the patches are in place already;'
-            f" set {variable('force')} or enable(force=...)"
-        )
+    for key in FOR_THE_PROCESS:
+        if key in section:
+            raise SettingsError(
+                f'"{SECTION}": {key}: not allowed in a configuration, which is read when the patches are in place'
+                f" already; set {variable(key)} or enable({key}=...)"
+            )
     return read_values(section, f'"{SECTION}": ')

@@ -10,7 +10,6 @@ import py_compile
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -449,70 +448,10 @@ def test_an_unknown_entry_is_refused_too(copy: Copy) -> None:
 # ----------------------------------------------------------------------------------- discovery
 
 
-Plugin = Callable[[str, str, str], None]
-
-
-@pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plugin:
-    """Install a distribution that offers a patch, for real: metadata and a module on the path."""
-
-    def install(module: str, source: str, point: str) -> None:
-        site = tmp_path / "site"
-        info = site / f"{module}-1.0.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[ds_gradfix.patches]\n{point} = {module}:PATCH\n")
-        (site / f"{module}.py").write_text(dedent(source))
-        monkeypatch.syspath_prepend(str(site))
-        monkeypatch.delitem(sys.modules, module, raising=False)
-
-    return install
-
-
 def test_built_in_patches_are_found_in_order() -> None:
     ids = [patch.id for patch in discover()]
     assert ids == sorted(ids)
     assert set(ids) >= BOTH
-
-
-def test_a_patch_of_another_distribution_is_found(plugin: Plugin) -> None:
-    plugin(
-        "gradfix_plugin_good",
-        """
-        import dataclasses
-        from ds_gradfix.patches.zero3_scatter_scale import PATCH as OTHER
-        PATCH = dataclasses.replace(OTHER, id="aaa-plugin")
-        """,
-        "aaa-plugin",
-    )
-    assert [patch.id for patch in discover()][0] == "aaa-plugin"
-
-
-def test_a_plugin_with_the_id_of_another_patch_is_left_out(plugin: Plugin, caplog: pytest.LogCaptureFixture) -> None:
-    built_in = discover()
-    plugin("gradfix_plugin_same", "from ds_gradfix.patches.zero3_scatter_scale import PATCH", "same")
-    assert discover() == built_in
-    assert f"{SCATTER_SCALE} has the id of another one" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("gradfix_plugin_raises", "raise ZeroDivisionError('in the plugin')"),
-        ("gradfix_plugin_syntax", "def f(:"),
-        ("gradfix_plugin_empty", ""),
-        ("gradfix_plugin_missing", "import not_there_at_all"),
-        ("gradfix_plugin_no_patch", "PATCH = 'not a patch'"),
-    ],
-)
-def test_a_broken_plugin_is_named_and_harms_nothing(
-    plugin: Plugin, module: str, source: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    built_in = discover()
-    plugin(module, source, "broken-one")
-    assert discover() == built_in
-    assert "broken-one" in caplog.text
-    assert module in caplog.text
 
 
 # -------------------------------------------------------------------------------------- cards

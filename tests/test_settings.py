@@ -15,6 +15,7 @@ import pytest
 
 from ds_gradfix.errors import GradfixError, SettingsError
 from ds_gradfix.settings import (
+    FOR_THE_PROCESS,
     OFF_WORDS,
     ON_WORDS,
     Settings,
@@ -26,7 +27,7 @@ from ds_gradfix.settings import (
 )
 
 NAMES = tuple(setting.name for setting in fields(Settings))
-SECTION_NAMES = tuple(name for name in NAMES if name != "force")
+SECTION_NAMES = tuple(name for name in NAMES if name not in FOR_THE_PROCESS)
 SELF_CHECK_LEVELS = ("error", "warn", "off")
 
 # For each setting: its default, and as (written, read) a value for each place, highest first, all different where the
@@ -35,6 +36,7 @@ VALUES: dict[str, tuple[Any, tuple[tuple[Any, Any], tuple[str, Any], tuple[Any, 
     "only": (None, ((["a"], ("a",)), ("b", ("b",)), (["c"], ("c",)))),
     "exclude": ((), ((["a"], ("a",)), ("b", ("b",)), (["c"], ("c",)))),
     "force": ((), ((["a"], ("a",)), ("b", ("b",)), (["c"], ("c",)))),
+    "plugins": (True, ((False, False), ("on", True), (False, False))),
     "strict": (False, ((True, True), ("off", False), (True, True))),
     "self_check": ("error", (("off", "off"), ("warn", "warn"), ("error", "error"))),
     "sequence_parallel_reduction": (None, (("sum", "sum"), ("mean", "mean"), ("sum", "sum"))),
@@ -52,8 +54,8 @@ def test_the_table_of_values_covers_every_setting() -> None:
 def test_the_highest_place_that_gives_a_setting_decides_it(name: str, places: tuple[bool, bool, bool]) -> None:
     default, (argument, in_environment, in_section) = VALUES[name]
     by_argument, by_environment, by_section = places
-    if by_section and name == "force":
-        pytest.skip("force is for the whole process: see test_force_is_refused_in_a_section")
+    if by_section and name in FOR_THE_PROCESS:
+        pytest.skip("see test_what_is_for_the_whole_process_is_refused_in_a_section")
     settings = resolve(
         {name: argument[0]} if by_argument else {},
         {variable(name): in_environment[0]} if by_environment else {},
@@ -252,10 +254,11 @@ def test_a_bad_list_is_refused_with_key_value_and_what_is_allowed(place: str, ke
     assert "patch id" in text
 
 
-def test_force_is_refused_in_a_section() -> None:
-    """Source that is not recognised is corrected in the whole process or not at all: never silently not."""
-    text = refusal("section", "force", ["a"])
-    assert "force" in text and "DS_GRADFIX_FORCE" in text
+@pytest.mark.parametrize("key", FOR_THE_PROCESS)
+def test_what_is_for_the_whole_process_is_refused_in_a_section(key: str) -> None:
+    """It is decided before a configuration is read: never silently not."""
+    text = refusal("section", key, VALUES[key][1][0][0])
+    assert text.startswith(f'"ds_gradfix": {key}: not allowed in a configuration') and variable(key) in text
 
 
 @pytest.mark.parametrize("key, raw", [("strict", "maybe"), ("self_check", "eror")])

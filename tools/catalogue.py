@@ -47,7 +47,7 @@ def verdict(patch_id: str, qualname: str, release: str) -> Verdict:
 def catalogue(names: Iterable[str]) -> list[dict[str, Any]]:
     """One entry for each distinct source of each target: its releases and its verdict for each patch."""
     wanted: dict[Target, list[str]] = {}
-    for patch in discover():
+    for patch in discover(plugins=False):
         for target in patch.targets:
             wanted.setdefault(target, []).append(patch.id)
     entries: dict[tuple[Target, str], dict[str, Any]] = {}

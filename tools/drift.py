@@ -47,7 +47,7 @@ def changes(release: str, before: str) -> dict[Target, str]:
 
 
 def functions_of(release: str) -> Functions:
-    targets = {target for patch in discover() for target in (*patch.targets, *patch.needs)}
+    targets = {target for patch in discover(plugins=False) for target in (*patch.targets, *patch.needs)}
     return read_functions(releases.as_installed(release), targets)
 
 
@@ -87,7 +87,7 @@ def main() -> None:
         print(f"== {target}\n{change}\n")
     rows = matrix.run(release)
     bounds = tool.bounds()
-    for patch in discover():
+    for patch in discover(plugins=False):
         verdict, earlier = measured(patch, rows), expected(patch, before)
         print(f"{patch.id}: {verdict.value if verdict else 'not measured'}; {before}: {earlier.value}")
         if (verdict, earlier) == (Verdict.FIXED, Verdict.DEFECTIVE):

@@ -116,7 +116,7 @@ def _transformers() -> bool:
 def row(name: str, stock: Sequence[dict[str, Any]], corrected: Sequence[dict[str, Any]]) -> Row:
     """Out of what every rank gave."""
     found = Row(name, None, None, False, False, False)
-    own = {str(target) for patch in discover() if patch.id in found.patches for target in patch.targets}
+    own = {str(target) for patch in discover(plugins=False) if patch.id in found.patches for target in patch.targets}
     return dataclasses.replace(
         found,
         stock=_ratio(stock),
@@ -217,7 +217,7 @@ def representatives() -> list[str]:
 
 @cache
 def plan_of(release: str) -> Plan:
-    return make_plan(releases.as_installed(release), discover(), Settings())
+    return make_plan(releases.as_installed(release), discover(plugins=False), Settings())
 
 
 def corrects(release: str) -> set[str]:
@@ -276,7 +276,7 @@ def page(results: dict[str, Any]) -> str:
         "| patch | DeepSpeed | configuration | stock | corrected |",
         "|---|---|---|---|---|",
     ]
-    for patch in discover():
+    for patch in discover(plugins=False):
         for name in results["outcomes"]:
             first = next((one for rows in every.values() for one in rows if one.name == name), None)
             if first is None or not first.affected or first.patches[0] != patch.id:

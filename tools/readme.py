@@ -15,7 +15,7 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 
 
 def patch_table() -> str:
-    return "\n".join(f"| `{patch.id}` | {patch.symptom} | {_releases(patch)} |" for patch in discover())
+    return "\n".join(f"| `{patch.id}` | {patch.symptom} | {_releases(patch)} |" for patch in discover(plugins=False))
 
 
 def _releases(patch: Patch) -> str:

@@ -37,6 +37,7 @@ def _show(screen: Console, entry: Entry) -> None:
     patch = entry.patch
     screen.print(Text(patch.id, "bold"))
     rows = [("title", patch.title), ("symptom", patch.symptom), *(("upstream", link) for link in patch.upstream)]
+    rows += [("plug-in", patch.plugin)] if patch.plugin else []
     for label, text in (*rows, ("here", f"{entry.verdict.value}: {entry.reason}")):
         print_hanging(screen, Text(f"  {label}"), Text(text), indent=12)
     screen.print()
@@ -52,6 +53,7 @@ def _data(entry: Entry) -> dict[str, Any]:
         "fix": patch.fix,
         "upstream": list(patch.upstream),
         "retire": patch.retire,
+        "plugin": patch.plugin,
         "targets": [str(target) for target in patch.targets],
         "verdict": entry.verdict.value,
         "reason": entry.reason,

@@ -47,7 +47,8 @@ def engine(given: Any = None, **initialize: Any) -> Any:
     torch.manual_seed(0)
     net = torch.nn.Linear(4, 3, bias=False)
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    made, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=given, mpu=parallel_state_sp, **initialize)
+    initialize = {"mpu": parallel_state_sp, **initialize}
+    made, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=given, **initialize)
     return made
 
 
