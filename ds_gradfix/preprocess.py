@@ -28,7 +28,7 @@ def read_config(config: Any) -> Mapping[str, Any]:
             with open(config, encoding="utf-8") as file:
                 return _parse(file.read())
         return _parse(base64.urlsafe_b64decode(str(config)).decode("utf-8"))
-    except (OSError, ValueError, binascii.Error):
+    except (OSError, ValueError, RecursionError, binascii.Error):
         return {}
 
 

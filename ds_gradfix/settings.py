@@ -27,6 +27,21 @@ FOR_THE_PROCESS = ("force", "plugins")
 """Settings that are too late in a configuration."""
 
 
+LONGEST = 200
+"""How many characters of a value an error shows."""
+
+
+def _shown(value: object) -> str:
+    """A value in an error: one line, not longer than it helps."""
+    try:
+        text = repr(value)
+    except Exception:  # a number of thousands of digits, lists nested too deep
+        text = f"<{type(value).__name__}>"
+    if not text.isprintable():
+        text = text.encode("unicode_escape").decode("ascii")
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)"
+
+
 def _names(key: str, value: Any) -> tuple[str, ...]:
     """A patch id, several separated by commas, or a list of them."""
     if isinstance(value, str):
@@ -36,26 +51,28 @@ def _names(key: str, value: Any) -> tuple[str, ...]:
         if all(isinstance(part, str) for part in names):
             # A set's order differs from process to process, and the ranks compare their settings.
             return tuple(sorted(names) if isinstance(value, Set) else names)
-    raise SettingsError(f"{key}: {value!r} is neither a patch id nor a list of patch ids (see 'ds-gradfix list')")
+    raise SettingsError(f"{key}: {_shown(value)} is neither a patch id nor a list of patch ids (see 'ds-gradfix list')")
 
 
 def _switch(key: str, value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    word = str(value).strip().lower() if isinstance(value, str | int) else None
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    word = value.strip().lower() if isinstance(value, str) else None
     if word in ON_WORDS:
         return True
     if word in OFF_WORDS:
         return False
-    raise SettingsError(f"{key}: {value!r} is not allowed; allowed are true and false")
+    raise SettingsError(f"{key}: {_shown(value)} is not allowed; allowed are true and false")
 
 
 def _one_of(*allowed: str) -> Callable[[str, Any], str]:
     def read(key: str, value: Any) -> str:
-        word = value.strip().lower() if isinstance(value, str) else value
+        word = value.strip().lower() if isinstance(value, str) else None
         if word in allowed:
             return str(word)
-        raise SettingsError(f"{key}: {value!r} is not allowed; allowed are {', '.join(map(repr, allowed))}")
+        raise SettingsError(f"{key}: {_shown(value)} is not allowed; allowed are {', '.join(map(repr, allowed))}")
 
     return read
 
@@ -116,7 +133,7 @@ def read_values(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     read: dict[str, Any] = {}
     for key, value in values.items():
         if key not in known:
-            raise SettingsError(prefix + _no_such(str(key), known, "setting"))
+            raise SettingsError(prefix + _no_such(key, known, "setting"))
         if value is not None:
             read[key] = known[key].metadata["read"](f"{prefix}{key}", value)
     return read
@@ -165,8 +182,10 @@ def resolve(
     )
 
 
-def _no_such(name: str, known: Iterable[str], what: str) -> str:
+def _no_such(name: object, known: Iterable[str], what: str) -> str:
     known = list(known)
+    if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name) > LONGEST:
+        name = _shown(name)
     # Without the common prefix, which would make every variable look near.
     suffixes = {key.removeprefix(VARIABLE_PREFIX): key for key in known}
     near = [suffixes[key] for key in get_close_matches(name.removeprefix(VARIABLE_PREFIX), suffixes, n=1)]
@@ -178,7 +197,7 @@ def read_section(section: Any) -> dict[str, Any]:
     """Check a configuration's ``"ds_gradfix"`` section."""
     if not isinstance(section, Mapping):
         example = '{"self_check": "warn"}'
-        raise SettingsError(f'"{SECTION}": {section!r} is not allowed; it is an object, such as {example}')
+        raise SettingsError(f'"{SECTION}": {_shown(section)} is not allowed; it is an object, such as {example}')
     for key in FOR_THE_PROCESS:
         if key in section:
             raise SettingsError(

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
+import json
 import os
 import random
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from ds_gradfix.errors import GradfixError, SettingsError
+from ds_gradfix.preprocess import section_of
 from ds_gradfix.settings import (
     FOR_THE_PROCESS,
     OFF_WORDS,
@@ -314,33 +316,101 @@ def test_a_section_that_is_no_object_is_refused(section: Any) -> None:
     assert repr(section) in str(caught.value)
 
 
-def test_odd_input_is_read_or_refused_and_never_anything_else() -> None:
-    """Whatever stands in whatever place: a checked value of the setting's type, or a SettingsError naming it."""
+# --------------------------------------------------------------------------------------- fuzz
+
+CANARY = "ds_gradfix_canary"
+CODE = (
+    f"__import__('sys').modules.setdefault('{CANARY}', 1)",
+    f"');__import__('sys').modules.setdefault('{CANARY}', 1)#",
+    f"!!python/object/apply:os.putenv ['{CANARY}', '1']",
+    f"$(touch {CANARY})",
+    "{0.__class__.__mro__}",
+    "%s%n%(name)s",
+)
+PLAIN = ("", " ", "x", "off", "1", "a,b", ",,", "é")
+TEXTS = (*PLAIN, "\x00", "\n\r\u2028", "\ud800", "\udcff", "\x1b[31m", "x" * 5000, *CODE)
+ATOMS = (None, True, False, 0, 1, -3, 2**63, 2.5, -0.0, float("nan"), float("inf"), *TEXTS)
+BEYOND_JSON = (10**5000, b"x", ..., int, {"a"}, object())
+KEYS = (*NAMES, *(name.upper() for name in NAMES), "self-check", *TEXTS)
+
+
+def odd(rng: random.Random, atoms: tuple[Any, ...] = ATOMS, depth: int = 3) -> Any:
+    """A value of any JSON type, some of them odd."""
+    kind = rng.randrange(4) if depth else 0
+    if kind == 1:
+        return [odd(rng, atoms, depth - 1) for _ in range(rng.randrange(4))]
+    if kind == 2:
+        return {rng.choice(KEYS): odd(rng, atoms, depth - 1) for _ in range(rng.randrange(4))}
+    return rng.choice(atoms)
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def is_one_line_of(text: str, names: list[str]) -> bool:
+    """Whether it can be logged anywhere, is short, and names one of these keys, as it is or as a literal."""
+    named = any(name in text or repr(name)[:100] in text for name in names)
+    return text.isprintable() and len(text) < 1000 and len(text.encode()) > 0 and named
+
+
+def test_whatever_stands_in_a_section_is_read_or_refused() -> None:
+    """A checked value of the setting's type, or a SettingsError in one line that names the key; nothing is run."""
     rng = random.Random(5)
-    atoms: list[Any] = [None, True, 0, 1, -3, 2.5, float("nan"), "", "x", "off", "\x00", "\ud800", "é", b"x", ..., int]
     types = {name: type(VALUES[name][1][0][1]) for name in NAMES}
-
-    def odd(depth: int) -> Any:
-        kind = rng.randrange(6) if depth else 0
-        if kind == 1:
-            return [odd(depth - 1) for _ in range(rng.randrange(3))]
-        if kind == 2:
-            return tuple(odd(depth - 1) for _ in range(rng.randrange(3)))
-        if kind == 3:
-            return {str(rng.random()): odd(depth - 1)}
-        return rng.choice(atoms)
-
     read = refused = 0
-    for _ in range(2000):
-        key, value = rng.choice(SECTION_NAMES), odd(2)
-        section: Mapping[str, Any] = {key: value}
+    for turn in range(4000):
+        atoms = (*ATOMS, *BEYOND_JSON) if turn % 2 else ATOMS
+        key = rng.choice(NAMES if rng.random() < 0.7 else KEYS)
+        value = nested(50_000) if turn == 9 else odd(rng, atoms)
+        section = value if rng.random() < 0.1 else {key: value}
+        names = list(section) if isinstance(section, dict) else []
         try:
-            settings = resolve({}, {}, section)
+            settings = resolve({}, {}, read_section(section))
         except SettingsError as error:
             refused += 1
-            assert key in str(error)
-            assert repr(value) in str(error)
+            assert is_one_line_of(str(error), [*names, "ds_gradfix"] if not names else names), (section, str(error))
         else:
             read += 1
-            assert value is None or isinstance(getattr(settings, key), types[key])
-    assert read > 100 and refused > 100
+            for name in names:
+                assert section[name] is None or isinstance(getattr(settings, name), types[name]), section
+    assert read > 200 and refused > 2000
+    assert CANARY not in sys.modules and not os.path.exists(CANARY) and CANARY not in os.environ
+
+
+def test_whatever_a_variable_holds_is_read_or_refused() -> None:
+    rng = random.Random(6)
+    words = (*TEXTS, *ON_WORDS, *OFF_WORDS, *SELF_CHECK_LEVELS, "sum", "zero3-scatter-scale")
+    read = refused = 0
+    for _ in range(4000):
+        name = variable(rng.choice(NAMES)) if rng.random() < 0.7 else f"DS_GRADFIX_{rng.choice(KEYS)}"
+        value = "".join(rng.choice(words) for _ in range(rng.randrange(1, 3)))
+        try:
+            settings = resolve({}, {name: value})
+        except SettingsError as error:
+            refused += 1
+            assert is_one_line_of(str(error), [name]), (name, value, str(error))
+        else:
+            read += 1
+            assert not value.strip() or name in map(variable, NAMES), name
+            assert isinstance(settings, Settings)
+    assert read > 1000 and refused > 1000
+    assert CANARY not in sys.modules and not os.path.exists(CANARY) and CANARY not in os.environ
+
+
+def test_a_whole_configuration_of_nonsense_is_read_or_refused() -> None:
+    """In each form that DeepSpeed takes; what is no configuration at all is left for DeepSpeed to say."""
+    rng = random.Random(7)
+    for turn in range(1000):
+        config = {"ds_gradfix": odd(rng)} if turn % 2 else odd(rng)
+        text = json.dumps(config, default=str) if turn % 3 else "".join(rng.choices('[]{}":,\\ \x00é0', k=30))
+        for form in (config, text, base64.urlsafe_b64encode(text.encode("utf-8", "replace")).decode()):
+            try:
+                assert isinstance(section_of(form), dict)
+            except SettingsError as error:
+                assert is_one_line_of(str(error), ["ds_gradfix"])
+    assert section_of(base64.urlsafe_b64encode(b"[" * 100_000).decode()) == {}
+    assert CANARY not in sys.modules and not os.path.exists(CANARY) and CANARY not in os.environ
