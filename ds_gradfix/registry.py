@@ -211,8 +211,8 @@ def known_sources(patch_id: str) -> dict[str, dict[str, Verdict]]:
 
 
 @cache
-def _releases_with(target: str) -> frozenset[str]:
-    """The known releases that have a target, as they were published."""
+def releases_with(target: str) -> frozenset[str]:
+    """The known releases that have a target, or what a patch needs, as they were published."""
     return frozenset(release for entry in catalogue() if entry["target"] == target for release in entry["releases"])
 
 
@@ -420,7 +420,7 @@ def _finding(installed: Installed, patch: Patch, target: Target, function: Funct
         if installed.deepspeed_path is None:
             return Finding(target, Verdict.ABSENT, "DeepSpeed is not installed")
         if _known(installed):
-            if str(installed.release) not in _releases_with(str(target)):
+            if str(installed.release) not in releases_with(str(target)):
                 return Finding(target, Verdict.ABSENT, "this release does not have it")
             reason = f"this build does not have it where DeepSpeed {installed.release} has"
             return Finding(target, Verdict.UNRECOGNISED, reason)

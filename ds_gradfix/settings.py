@@ -55,6 +55,7 @@ def _names(key: str, value: Any) -> tuple[str, ...]:
 
 
 def _switch(key: str, value: Any) -> bool:
+    """true or false; as a word also 1, on, yes, 0, off, no."""
     if isinstance(value, bool):
         return value
     if isinstance(value, int) and value in (0, 1):
@@ -74,10 +75,12 @@ def _one_of(*allowed: str) -> Callable[[str, Any], str]:
             return str(word)
         raise SettingsError(f"{key}: {_shown(value)} is not allowed; allowed are {', '.join(map(repr, allowed))}")
 
+    read.__doc__ = f"{' or '.join(map(repr, allowed))}."
     return read
 
 
 def _setting(read: Callable[[str, Any], Any], default: Any, doc: str) -> Any:
+    """``read(key, value)`` returns what a value means; its docstring says in words what is allowed."""
     return field(default=default, metadata={"read": read, "doc": doc})
 
 

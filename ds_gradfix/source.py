@@ -347,8 +347,8 @@ def mangled(qualname: str) -> str:
     return name
 
 
-def diff(before: Function, after: Function) -> str:
-    """Unified diff of two versions of a function, as Python writes their syntax trees."""
+def diff(before: Function, after: Function, context: int = 3) -> str:
+    """Unified diff of two versions of a function, as Python writes their syntax trees, with lines of context."""
     return "\n".join(
         difflib.unified_diff(
             ast.unparse(before.node).splitlines(),
@@ -356,5 +356,6 @@ def diff(before: Function, after: Function) -> str:
             fromfile=f"installed/{before.path.name}:{before.line} {before.qualname}",
             tofile=f"corrected/{before.path.name} {before.qualname}",
             lineterm="",
+            n=context,
         )
     )

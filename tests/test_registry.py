@@ -471,7 +471,8 @@ def test_every_card_is_complete() -> None:
 
 def test_the_catalogue_is_about_targets_that_exist_and_says_each_thing_once() -> None:
     patches = discover()
-    targets = {str(target): {p.id for p in patches if target in p.targets} for q in patches for target in q.targets}
+    named = {target for patch in patches for target in (*patch.targets, *patch.needs)}
+    targets = {str(target): {patch.id for patch in patches if target in patch.targets} for target in named}
     seen = set()
     for entry in catalogue():
         assert set(entry["verdicts"]) <= targets[entry["target"]]

@@ -45,11 +45,14 @@ def verdict(patch_id: str, qualname: str, release: str) -> Verdict:
 
 
 def catalogue(names: Iterable[str]) -> list[dict[str, Any]]:
-    """One entry for each distinct source of each target: its releases and its verdict for each patch."""
+    """One entry for each distinct source of each target: its releases and its verdict for each patch. What a patch
+    needs, and nobody corrects, has an entry without verdicts: it says which releases have it."""
     wanted: dict[Target, list[str]] = {}
     for patch in discover(plugins=False):
         for target in patch.targets:
             wanted.setdefault(target, []).append(patch.id)
+        for target in patch.needs:
+            wanted.setdefault(target, [])
     entries: dict[tuple[Target, str], dict[str, Any]] = {}
     for release in names:
         functions = read_functions(releases.as_installed(release), wanted)

@@ -248,6 +248,9 @@ def contradictions(release: str, rows: Sequence[Row]) -> Iterator[str]:
 # --------------------------------------------------------------------------------------- the page
 
 
+HEADING = ("| patch | DeepSpeed | configuration | stock | corrected |", "|---|---|---|---|---|")
+
+
 def page(results: dict[str, Any]) -> str:
     known = list(results["releases"])
     every = {release: rows_of(results, release) for release in known}
@@ -273,26 +276,25 @@ def page(results: dict[str, Any]) -> str:
         "",
         "Releases before 0.14.4 do not import under the torch that is pinned here; they are covered by reading alone.",
         "",
-        "| patch | DeepSpeed | configuration | stock | corrected |",
-        "|---|---|---|---|---|",
+        *HEADING,
     ]
     for patch in discover(plugins=False):
         for name in results["outcomes"]:
             first = next((one for rows in every.values() for one in rows if one.name == name), None)
             if first is None or not first.affected or first.patches[0] != patch.id:
                 continue
-            lines += _lines_of(name, every)
+            lines += lines_of(name, every)
     lines += ["", "Configurations beside them, in which stock is right, or another patch's defect bites:", ""]
     lines += ["| beside | DeepSpeed | configuration | stock | corrected |", "|---|---|---|---|---|"]
     for name in results["outcomes"]:
         if " beside:" in f" {name.split(': ')[0]}:":
-            lines += _lines_of(name, every)
+            lines += lines_of(name, every)
     lines += ["", "What a release does not have, or refuses with and without ds-gradfix:", ""]
     lines += [f"- {name}: `{said}`" for name, said in skipped]
     return "\n".join(lines) + "\n"
 
 
-def _lines_of(name: str, every: dict[str, list[Row]]) -> list[str]:
+def lines_of(name: str, every: dict[str, list[Row]]) -> list[str]:
     """One for each run of releases in a row with the same outcome."""
     found: list[tuple[list[str], Row]] = []
     for release, rows in every.items():

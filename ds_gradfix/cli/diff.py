@@ -50,8 +50,8 @@ def _show(screen: Console, correction: Correction, finding: Finding, forced: boo
         return
     if isinstance(correction, Steer):
         _print_code(screen, Text(f"It sets, on an engine that needs it, what {finding.target} obeys:"))
-        for name, value in correction.values.items():
-            _print_code(screen, Text(f"    engine.{name} = {value!r}"))
+        for line in steered(correction):
+            _print_code(screen, Text(f"    {line}"))
         return
     verb = "rewrite" if isinstance(correction, Rewrite) else "replace"
     _print_code(screen, Text(f"{f'Forced, it would {verb}' if forced else f'It {verb}s'} {finding.target}:"))
@@ -59,7 +59,13 @@ def _show(screen: Console, correction: Correction, finding: Finding, forced: boo
         _show_rewrite(screen, correction, function)
     else:
         _show_source(screen, f"installed: {function.path}:{_first_line(function)}", _text(function))
-        _show_source(screen, f"in its place: {_place(correction.body)}", _source(correction.body))
+        _show_source(screen, f"in its place: {_place(correction.body)}", source_of(correction.body))
+
+
+def steered(correction: Steer) -> list[str]:
+    """What it sets, as assignments; where a function makes the value, a call of it."""
+    values = correction.values.items()
+    return [f"engine.{name} = {f'{v.__name__}(engine)' if callable(v) else repr(v)}" for name, v in values]
 
 
 def _show_rewrite(screen: Console, correction: Rewrite, function: Function) -> None:
@@ -99,7 +105,8 @@ def _place(body: Callable[..., Any]) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}"
 
 
-def _source(body: Callable[..., Any]) -> str:
+def source_of(body: Callable[..., Any]) -> str:
+    """Our own function's text, comments and all."""
     try:
         return inspect.getsource(body)
     except OSError:
