@@ -34,11 +34,12 @@ def look(targets: Iterable[str]) -> dict[str, list[Any]]:
         except ImportError:
             not_importable.append(target)
             continue
-        code = getattr(getattr(function, "_self_wrapper", function), "__code__", None)  # wrapt's, what it calls
-        file = code.co_filename if isinstance(code, types.CodeType) else ""
+        outermost = getattr(function, "_self_wrapper", function)  # wrapt's, what it calls
+        code = outermost.__code__ if isinstance(outermost, types.FunctionType) else None
+        file = code.co_filename if code else ""
         if file.startswith(own_folders) or _standard(file) or getattr(function, MARK, None):
             continue
-        by = f"{_module_of(file)} ({file}:{code.co_firstlineno})" if file else f"a {type(function).__qualname__}"
+        by = f"{_module_of(file)} ({file}:{code.co_firstlineno})" if code else f"a {type(function).__qualname__}"
         places.append({"target": target, "by": by, "replaced": not comes_from(function, module)})
     return {"places": places, "not_importable": not_importable}
 
