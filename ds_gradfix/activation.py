@@ -1,6 +1,6 @@
 """Turning ds-gradfix on and off in this process: hooks on DeepSpeed's own submodules, late or early.
 
-The street: settings -> plan -> hooks -> slots -> engine init (engage, prove, say) -> training.
+The street: settings -> plan -> hooks -> slots -> engine init (engage, prove, say) -> first step (audit) -> training.
 """
 
 from __future__ import annotations
@@ -446,7 +446,7 @@ def _engagement(engine: Any, plan: Plan, settings: Settings, topic: str, late: b
     except Exception as error:
         if settings.strict or settings.only is not None:
             raise
-        log.warning("ds-gradfix: this engine can't be read, and nothing is corrected for it: %r", error)
+        log.warning("ds-gradfix: this engine can't be read, and nothing is corrected or audited for it: %r", error)
         if settings.self_check != "off":
             insist_on(leave_together(topic, error), settings)
         return None

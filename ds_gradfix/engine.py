@@ -72,7 +72,7 @@ def facts_of(engine: Any, convention: str = "sum") -> Facts:
         reduction_op=_reduction_op(config),
         convention=convention,
         partition_sizes=tuple(sorted({dist.get_world_size(group=g) for g in groups.values()})),
-        largest_parameter=max(map(_numel, engine.module.parameters()), default=0),
+        largest_parameter=max(map(numel_of, engine.module.parameters()), default=0),
         dtype=_dtype(engine),
         gradient_accumulation_steps=int(engine.gradient_accumulation_steps()),
         gradient_clipping=float(engine.gradient_clipping()),
@@ -154,7 +154,7 @@ def _reduction_op(config: Any) -> str:
     return str(known or getattr(config, "_param_dict", {}).get("gradient_allreduce_op", "mean")).lower()
 
 
-def _numel(param: Any) -> int:
+def numel_of(param: Any) -> int:
     """Of the whole parameter, also where ZeRO-3 has partitioned it."""
     return int(getattr(param, "ds_numel", param.numel()))
 
@@ -481,7 +481,7 @@ def settle(engagement: Engagement, proof: Proof | None, plan: Plan) -> None:
 
     Raises SelfCheckError, on every rank alike, at level ``error``.
     """
-    first = _rank() == 0
+    first = own_rank() == 0
     if first:
         for patch_id, line in engagement.left_out.items():
             log.warning("ds-gradfix: %s%s", line, _shown(proof, patch_id))
@@ -589,8 +589,9 @@ def report(engine: Any) -> dict[str, Any]:
     ``op``, ``divisor`` (what the sum of the ranks' gradients is divided by), ``group_size``,
     ``sequence_parallel_size``, ``convention`` with ``because``, ``patches`` in force with what each
     corrects, ``left_out``, ``by`` (whose code reduces), ``where`` (the functions that do), ``audit``
-    (what the audit of the first step found: ``done``, ``reason`` where it could not, ``findings`` with ratios, and
-    ``kept_bytes``; None before it or without one), and ``param_groups``: of each of the optimizer's groups its number of parameters, its elements and the
+    (what the audit of the first step found: ``done``, ``reason`` where it could not, ``findings`` with
+    ratios, and ``kept_bytes``; None before it or without one), and
+    ``param_groups``: of each of the optimizer's groups its number of parameters, its elements and the
     sizes of the process groups that its gradients are reduced over. Raises GradfixError for an engine
     that was made without ds-gradfix.
     """
@@ -640,12 +641,13 @@ def _param_group(engine: Any, params: Sequence[Any]) -> dict[str, Any]:
     groups = {id(g): g for g in (getattr(param, "ds_process_group", default) for param in params)}
     return {
         "parameters": len(params),
-        "elements": sum(map(_numel, params)),
+        "elements": sum(map(numel_of, params)),
         "reduced_over": sorted({dist.get_world_size(group=g) for g in groups.values()}),
     }
 
 
-def _rank() -> int:
+def own_rank() -> int:
+    """Of this process in the job."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_rank())

@@ -116,8 +116,8 @@ class Settings:
     audit: bool = _setting(
         _switch,
         False,
-        "At the first step that is taken, compare the gradients that the optimizer is about to use, and their norm, with"
-        " ones reduced independently in float64. What is wrong is said; with strict the job stops before the update.",
+        "At the first step that is taken, compare the gradients that the optimizer is about to use, and their norm,"
+        " with ones reduced independently in float64. What is wrong is said; with strict it stops the job.",
     )
 
     def selects(self, patch_id: str) -> bool:

@@ -128,7 +128,7 @@ def _block(language: str, text: str) -> list[str]:
 
 def pages() -> dict[Path, str]:
     """Every page, by its file."""
-    return {FOLDER / f"{patch.id}.md": page(patch) for patch in discover()}
+    return {FOLDER / f"{patch.id}.md": page(patch) for patch in discover(plugins=False)}
 
 
 if __name__ == "__main__":

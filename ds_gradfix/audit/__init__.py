@@ -27,7 +27,7 @@ from ds_gradfix.audit import _finding
 from ds_gradfix.audit._finding import Finding
 from ds_gradfix.audit._places import Places, loss_scale_of, places_of, why_not_audited
 from ds_gradfix.audit._samples import Sample, choose, digest, listen
-from ds_gradfix.engine import AUDIT, place_among_ranks
+from ds_gradfix.engine import AUDIT, own_rank, place_among_ranks
 from ds_gradfix.errors import AuditError
 from ds_gradfix.facts import Facts
 
@@ -71,7 +71,7 @@ def _give_up(engine: Any, strict: bool, reason: str) -> None:
     setattr(engine, AUDIT, {"done": False, "reason": reason, "findings": [], "kept_bytes": 0})
     if strict:
         raise AuditError(f"{FIRST_STEP}: {reason}. To go on all the same: leave out audit or strict")
-    if _rank() == 0:
+    if own_rank() == 0:
         log.warning("%s: %s", FIRST_STEP, reason)
 
 
@@ -196,7 +196,7 @@ class Audit:
         self._square = None if any(one["square"] is None for one in said) else sum(one["square"] for one in said)
         paths = _finding.joined(one["paths"] for one in said)
         self._findings = [_finding.judged(path, sums) for path, sums in sorted(paths.items())]
-        finite = all(sums.finite for sums in paths.values())
+        finite = all(sums.finite for sums in paths.values()) and math.isfinite(self._square or 0.0)
         if finite:
             self._stop_if_wrong(BEFORE)
         return finite
@@ -209,7 +209,7 @@ class Audit:
                 square = _finding.square_of_norm(self._engine, self._facts, self._places)
         except Exception as error:  # one rank's failure must be heard by all, not end one rank
             log.exception("%s failed", FIRST_STEP)
-            return {"failed": f"rank {_rank()}: {type(error).__name__}: {error}"}
+            return {"failed": f"rank {own_rank()}: {type(error).__name__}: {error}"}
         return {"paths": {path: asdict(sums) for path, sums in paths.items()}, "square": square}
 
     @contextmanager
@@ -241,7 +241,7 @@ class Audit:
         if said is None:
             return
         if not all(one["taken"] for one in said):
-            if not self._waited and _rank() == 0:
+            if not self._waited and own_rank() == 0:
                 log.info("%s waits for one that is taken: this one is skipped, or a gradient is not finite", FIRST_STEP)
             self._waited = True
             self._start_again()
@@ -284,14 +284,8 @@ class Audit:
         findings = [finding.as_data() for finding in self._findings]
         setattr(self._engine, AUDIT, {"done": True, "reason": None, "findings": findings, "kept_bytes": kept})
         self.detach()
-        if _rank() == 0:
+        if own_rank() == 0:
             for finding in self._findings:
                 (log.info if finding.right else log.warning)("%s: %s", FIRST_STEP, finding.words)
             if self._believed:
                 log.info("%s did not see the loss, and took it to be scaled as the engine says", FIRST_STEP)
-
-
-def _rank() -> int:
-    dist = sys.modules["torch.distributed"]
-    return int(dist.get_rank()) if dist.is_initialized() else 0
-

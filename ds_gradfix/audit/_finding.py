@@ -78,12 +78,15 @@ def judged(path: str, sums: PathSums) -> Finding:
     count = f"{sums.wanted:.0f} elements, {sums.parameters} parameters"
     if sums.held < sums.wanted - 0.5:
         count = f"{sums.held:.0f} of {count}: the others were not found"
+    reason = None
     if not sums.micro_batches:
-        return Finding(path, None, None, True, f"{path} is not audited: no gradient was seen on its way there ({count})")
-    if not sums.held:
-        return Finding(path, None, None, True, f"{path} is not audited: the optimizer has no gradient ({count})")
-    if sums.square == 0 and sums.worst <= 1:
-        return Finding(path, None, None, True, f"{path} is not audited: every sampled gradient is zero ({count})")
+        reason = "no gradient was seen on its way there"
+    elif not sums.held:
+        reason = "the optimizer has no gradient"
+    elif sums.square == 0 and sums.worst <= 1:
+        reason = "every sampled gradient is zero"
+    if reason:
+        return Finding(path, None, None, True, f"{path} is not audited: {reason} ({count})")
     ratio = sums.product / sums.square if sums.square else math.inf
     if sums.worst <= 1:
         return Finding(path, ratio, sums.worst, True, f"{path} ratio {ratio:.3f} ({count})")

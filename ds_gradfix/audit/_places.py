@@ -122,7 +122,7 @@ def _zero3(optimizer: Any, param: Any) -> Iterator[Fragment]:
 
 
 def _cut(tensors: Iterable[Tensor], place: int, size: int, start: int) -> Iterator[Fragment]:
-    """``size`` elements from ``place`` on of the tensors laid end to end, as fragments whose first index is ``start``."""
+    """``size`` elements from ``place`` on of the tensors laid end to end; the first of them has index ``start``."""
     before = 0
     for tensor in tensors:
         first, last = max(place, before), min(place + size, before + tensor.numel())

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ds_gradfix.audit._places import Fragment, is_audited
+from ds_gradfix.engine import numel_of
 from ds_gradfix.facts import Facts
 
 if TYPE_CHECKING:
@@ -95,13 +96,13 @@ def choose(engine: Any, facts: Facts) -> list[Sample]:
     tied = _tied_over_stages(engine)
     paths: dict[tuple[str, str], list[tuple[str, Any]]] = {}
     for name, param in engine.module.named_parameters():
-        if is_audited(param) and id(param) not in tied and _numel(param):
+        if is_audited(param) and id(param) not in tied and numel_of(param):
             paths.setdefault((_path(param, facts, id(param) in rows), _group(param)), []).append((name, param))
     samples = []
     for (path, group), params in sorted(paths.items(), key=lambda item: item[0]):
         for name, param in _spread(params, PARAMETERS):
             columns = id(param) in rows
-            size = int(param.shape[-1]) if columns else _numel(param)
+            size = int(param.shape[-1]) if columns else numel_of(param)
             indices = torch.tensor(_spread(range(size), ELEMENTS), device=device)
             samples.append(Sample(name, param, path, group, columns, indices))
     return samples
@@ -121,17 +122,13 @@ def _path(param: Any, facts: Facts, sparse: bool) -> str:
         path += " of sparse rows"
     elif _group(param):
         path += f" of experts {_group(param)}"
-    elif facts.zero_stage and _numel(param) > facts.reduce_bucket_size:
+    elif facts.zero_stage and numel_of(param) > facts.reduce_bucket_size:
         path += " of parameters larger than reduce_bucket_size"
     return path
 
 
 def _group(param: Any) -> str:
     return "" if getattr(param, "allreduce", True) else str(param.group_name)
-
-
-def _numel(param: Any) -> int:
-    return int(getattr(param, "ds_numel", param.numel()))
 
 
 def _parameters_with_sparse_rows(engine: Any) -> set[int]:
@@ -158,10 +155,7 @@ def digest(samples: Iterable[Sample]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-Weight = Callable[[], float]
-
-
-def listen(samples: Iterable[Sample], weight: Weight) -> list[Any]:
+def listen(samples: Iterable[Sample], weight: Callable[[], float]) -> list[Any]:
     """Put a hook on each followed parameter; returns their handles. ``weight()`` is what a gradient of the backward
     pass that is under way must be multiplied by to be the user's loss's."""
 

@@ -2,8 +2,9 @@
 
 A scenario gives ``ratios`` and ``errors`` (of every finding, by what it is of), ``wrong`` (the findings that are),
 ``reason`` where the audit could say nothing, ``kept_bytes``, ``traces`` of it that are left in the engine, the lines
-that were ``said`` while the job ran, the ``error`` that ended it, and of the weights how far they have ``moved``, their ``bits``, and, for a job of one step without clipping, the ratio of
-the ``update`` to the right one, computed here in float64 without DeepSpeed.
+that were ``said`` while the job ran, the ``error`` that ended it, and of the weights how far they have ``moved``, their
+``bits``, and, for some jobs of one step without clipping, the ratio of the ``update`` to the right one, computed here
+in float64 without DeepSpeed.
 """
 
 from __future__ import annotations
@@ -204,25 +205,25 @@ def without_optimizer() -> dict[str, Any]:
     return audited(deepspeed.initialize(model=network(), config=config)[0], lambda engine: None)
 
 
-def muon() -> dict[str, Any]:
-    net = network()
-    for param in net.parameters():
-        param.use_muon = param.dim() > 1
-    config = settings(2, 1, False, optimizer={"type": "Muon", "params": {"lr": 0.01}})
-    config["ds_gradfix"] = {"audit": True, "self_check": "off"}
-    return audited(deepspeed.initialize(model=net, config=config)[0], lambda engine: None)
-
-
-def unknown_optimizer(strict: bool) -> dict[str, Any]:
+def by_hand(change: Callable[[Any], None], strict: bool = False) -> dict[str, Any]:
+    """An engine that is changed before the audit looks at it."""
     engine = engine_for(network(), settings(2, 1, False), {"audit": False})
-    engine.optimizer.__class__ = type("Another", (type(engine.optimizer),), {})
+    facts = engine._ds_gradfix.facts
 
     def driven(engine: Any) -> None:
-        engagement = engine._ds_gradfix
-        attach(engine, replace(engagement.facts, wrapper="Another"), strict, 1000 + strict)
+        attach(engine, replace(facts, wrapper=type(engine.optimizer).__name__), strict, 1000 + strict)
         by_engine(engine, accumulation.plain, 1)
 
+    change(engine)
     return audited(engine, driven)
+
+
+def unknown(engine: Any) -> None:
+    engine.optimizer.__class__ = type("Another", (type(engine.optimizer),), {})
+
+
+def with_muon(engine: Any) -> None:
+    engine.optimizer.param_groups[0]["use_muon"] = True
 
 
 def turned_off() -> dict[str, Any]:
@@ -267,7 +268,8 @@ def by_variable() -> dict[str, Any]:
 
 
 STRICT = {**NO_PATCH, "strict": True}
-OFFSHORE = {"zero": {"reduce_scatter": False}, "gradient_predivide_factor": 2.0}
+SMALL_BUCKET = {"zero": {"reduce_scatter": False, "reduce_bucket_size": 10}}
+UNSCATTERED = {"zero": {"reduce_scatter": False}, "gradient_predivide_factor": 2.0}
 MEAN = {"sequence_parallel_reduction": "mean"}
 EXCLUDED = {"exclude": ["sequence-parallel-mean"]}
 
@@ -296,8 +298,10 @@ TWO |= {
     "by variable": by_variable,
     "zero3 shards": partial(job, 3, sequence_parallel=2),
     "zero3 shards, no patch": partial(job, 3, sequence_parallel=2, section=NO_PATCH),
-    "zero3 predivide": partial(job, 3, **OFFSHORE),
-    "zero3 predivide, no patch": partial(job, 3, section=NO_PATCH, **OFFSHORE),
+    "zero3 predivide": partial(job, 3, **UNSCATTERED),
+    "zero3 predivide, no patch": partial(job, 3, section=NO_PATCH, **UNSCATTERED),
+    "zero3 bucket": partial(job, 3, sequence_parallel=2, **SMALL_BUCKET),
+    "zero3 bucket, no patch": partial(job, 3, sequence_parallel=2, section=NO_PATCH, **SMALL_BUCKET),
     "zero2 mean": partial(job, 2, sequence_parallel=2, section=MEAN),
     "zero2 mean, no patch": partial(job, 2, sequence_parallel=2, section=MEAN | EXCLUDED),
     "zero0 fp16, no patch": partial(job, 0, section=NO_PATCH, **FP16),
@@ -312,9 +316,9 @@ TWO |= {
     "experts bf16, no patch": partial(experts, 0, NO_PATCH, **BF16),
     "experts zero2": partial(experts, 2, {}),
     "without optimizer": without_optimizer,
-    "muon": muon,
-    "unknown": partial(unknown_optimizer, False),
-    "unknown, strict": partial(unknown_optimizer, True),
+    "muon": partial(by_hand, with_muon),
+    "unknown": partial(by_hand, unknown),
+    "unknown, strict": partial(by_hand, unknown, strict=True),
     "large": partial(job, 2, 8, width=40),
     "turned off": turned_off,
 }
