@@ -149,6 +149,8 @@ def test_rank_0_says_one_line_for_each_path(two: Runs) -> None:
     assert second["said"] == []
     first, _ = ranks_of(two, "zero3 shards, no patch")
     assert first["said"][0].startswith("WARNING ds-gradfix: audit of the first step: ZeRO-3 reduction gives 0.5 times")
+    first, _ = ranks_of(two, "sparse")
+    assert "(2 elements, 1 parameter)" in first["said"][0], "sums of columns: rows that no rank looks up say nothing"
     first, _ = ranks_of(two, "zero2 by loss")
     assert "did not see the loss" in first["said"][-1]
 

@@ -75,7 +75,7 @@ def joined(said: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, PathSum
 
 def judged(path: str, sums: PathSums) -> Finding:
     """What can't be judged is not called wrong; it is said."""
-    count = f"{sums.wanted:.0f} elements, {sums.parameters} parameters"
+    count = f"{sums.wanted:.0f} elements, {sums.parameters} parameter{'s' * (sums.parameters != 1)}"
     if sums.held < sums.wanted - 0.5:
         count = f"{sums.held:.0f} of {count}: the others were not found"
     reason = None
