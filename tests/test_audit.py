@@ -124,6 +124,14 @@ def test_what_can_not_be_audited_is_said(two: Runs, name: str, reason: str) -> N
         assert len(rank["said"]) == (number == 0 and name != "without optimizer")  # which is said while it is made
 
 
+def test_what_of_a_model_is_not_followed_is_said(two: Runs) -> None:
+    first, second = ranks_of(two, "autoep")
+    assert first["reason"] is None and first["wrong"] == {} and second["said"] == []
+    reduction, norm, rest = first["said"]
+    assert "ratio 1.000 (24 elements, 3 parameters)" in reduction
+    assert "norm is not audited: AutoEP" in norm and "AutoEP's experts are not audited" in rest
+
+
 def test_strict_refuses_what_can_not_be_audited(two: Runs) -> None:
     for rank in ranks_of(two, "unknown, strict"):
         assert "where Another keeps" in rank["error"] and rank["moved"] == 0

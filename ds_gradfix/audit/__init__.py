@@ -24,7 +24,7 @@ from typing import Any
 
 from ds_gradfix.agreement import exchange, name_ranks
 from ds_gradfix.audit import _finding
-from ds_gradfix.audit._finding import Finding
+from ds_gradfix.audit._finding import Finding, Used
 from ds_gradfix.audit._places import Places, loss_scale_of, places_of, why_not_audited
 from ds_gradfix.audit._samples import Sample, choose, digest, listen
 from ds_gradfix.engine import AUDIT, own_rank, place_among_ranks
@@ -165,7 +165,8 @@ class Audit:
         skipped = self._engine.skipped_steps
         with self._clipping_watched(finite):
             result = original(*args, **kwargs)
-        self._after(finite and self._engine.skipped_steps == skipped)
+        if self._samples:
+            self._after(finite and self._engine.skipped_steps == skipped)
         return result
 
     def _start_again(self) -> None:
@@ -178,39 +179,41 @@ class Audit:
 
         Raises AuditError on all ranks, in strict mode, if a gradient is wrong.
         """
+        used, square, failure = self._taken_up()
         stage = self._engine.grid.get_stage_id() if self._engine.pipeline_parallelism else 0
-        said = self._heard("ready", {"stage": stage, "digest": digest(self._samples)})
+        ready = {"stage": stage, "digest": digest(self._samples), "square": square, "failure": failure}
+        said = self._heard("ready", ready)
         if said is None:
             return False
+        failures = [one["failure"] for one in said if one["failure"]]
         digests = {(one["stage"], one["digest"]) for one in said}
-        if len(digests) > len({stage for stage, _ in digests}):
-            self._end("the ranks have different parameters")
+        if failures or len(digests) > len({stage for stage, _ in digests}):
+            self._end(failures[0] if failures else "the ranks have different parameters")
             return False
-        said = self._heard("found", self._measured())
-        if said is None:
-            return False
-        failed = [one["failed"] for one in said if "failed" in one]
-        if failed:
-            self._end(failed[0])
+        own = _finding.measure(self._engine, self._facts, self._samples, used, self._places.partitioned)
+        found = self._heard("found", {path: asdict(sums) for path, sums in own.items()})
+        if found is None:
             return False
         self._square = None if any(one["square"] is None for one in said) else sum(one["square"] for one in said)
-        paths = _finding.joined(one["paths"] for one in said)
+        paths = _finding.joined(found)
         self._findings = [_finding.judged(path, sums) for path, sums in sorted(paths.items())]
         finite = all(sums.finite for sums in paths.values()) and math.isfinite(self._square or 0.0)
         if finite:
             self._stop_if_wrong(BEFORE)
         return finite
 
-    def _measured(self) -> dict[str, Any]:
+    def _taken_up(self) -> tuple[list[Used], float | None, str | None]:
+        """What can fail on one rank, before the others wait for it in a collective: what the optimizer is about to use,
+        this rank's part of the square of its norm, and what went wrong."""
         try:
-            paths = _finding.measure(self._engine, self._facts, self._samples, self._places)
+            used = _finding.used_by(self._engine, self._samples, self._places)
             square = None
-            if _finding.can_take_norm(self._engine):
-                square = _finding.square_of_norm(self._engine, self._facts, self._places)
-        except Exception as error:  # one rank's failure must be heard by all, not end one rank
+            if not _finding.has_autoep(self._engine):
+                square = _finding.square_of_norm(self._engine, self._places)
+            return used, square, None
+        except Exception as error:
             log.exception("%s failed", FIRST_STEP)
-            return {"failed": f"rank {own_rank()}: {type(error).__name__}: {error}"}
-        return {"paths": {path: asdict(sums) for path, sums in paths.items()}, "square": square}
+            return [], None, f"rank {own_rank()}: {type(error).__name__}: {error}"
 
     @contextmanager
     def _clipping_watched(self, finite: bool) -> Iterator[None]:
@@ -250,6 +253,7 @@ class Audit:
         norms = [one["norm"] for one in said if one["norm"] is not None]
         worst = max(norms, key=lambda norm: abs(norm - right), default=None)
         self._findings.append(_finding.judged_norm(self._engine, worst, self._square))
+        self._findings += _finding.left_out(self._engine)
         self._stop_if_wrong("Stopped after the update: what is wrong shows only then.")
         self._report()
 

@@ -6,11 +6,10 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ds_gradfix.audit._places import Places, loss_scale_of
-from ds_gradfix.audit._samples import Sample
+from ds_gradfix.audit._samples import Sample, tied_over_stages
 from ds_gradfix.facts import Facts, is_autoep_expert
 from ds_gradfix.reduction import gradient_scale
 
@@ -118,7 +117,33 @@ def _group(engine: Any, name: str) -> Any:
     return sys.modules["deepspeed.utils.groups"]._get_expert_data_parallel_group(name)
 
 
-def measure(engine: Any, facts: Facts, samples: Sequence[Sample], places: Places) -> dict[str, PathSums]:
+@dataclass(frozen=True)
+class Used:
+    """Of one sample, what this rank's optimizer is about to use, without the loss scale: the elements in float64, which
+    of them it has, and the dtypes that they and their reduction are in."""
+
+    elements: Tensor
+    held: Tensor
+    dtypes: frozenset[torch.dtype]
+
+
+def used_by(engine: Any, samples: Sequence[Sample], places: Places) -> list[Used]:
+    """In the order of the samples; no collective."""
+    found = []
+    for sample in samples:
+        fragments = list(places.held(sample.param))
+        elements, held = sample.pick(fragments)
+        if not places.partitioned:
+            held[:] = True  # an optimizer passes over what has no gradient
+        own = {fragment.dtype for _, fragment in fragments}
+        dtypes = frozenset({sample.param.dtype, _communicated(engine, sample.param), *own})
+        found.append(Used(elements / loss_scale_of(engine), held, dtypes))
+    return found
+
+
+def measure(
+    engine: Any, facts: Facts, samples: Sequence[Sample], used: Sequence[Used], partitioned: bool
+) -> dict[str, PathSums]:
     """Reduce what the ranks kept, and compare with what this rank's optimizer is about to use. A collective of each
     group that samples are reduced over."""
     import torch
@@ -127,41 +152,39 @@ def measure(engine: Any, facts: Facts, samples: Sequence[Sample], places: Places
     replicas = dist.get_world_size(dense_group(engine))
     scale = gradient_scale(facts.reduction_op, replicas, facts.sequence_parallel_size, facts.convention)
     found: dict[str, PathSums] = {}
-    for name, members in groupby(sorted(samples, key=lambda sample: sample.group), key=lambda sample: sample.group):
-        group, own = _group(engine, name), list(members)
+    for name in sorted({sample.group for sample in samples}):
+        group = _group(engine, name)
         ranks = dist.get_world_size(group)
-        together = torch.stack([torch.cat([s.kept for s in own]), torch.cat([s.magnitude for s in own])])
+        own = [(sample, theirs) for sample, theirs in zip(samples, used, strict=True) if sample.group == name]
+        kept = torch.cat([sample.kept for sample, _ in own]), torch.cat([sample.magnitude for sample, _ in own])
+        together = torch.stack(kept)
         dist.all_reduce(together, group=group)
-        sizes = [len(sample.indices) for sample in own]
-        for sample, (right, magnitude) in zip(own, zip(*(row.split(sizes) for row in together * scale))):
-            sums = _compared(engine, sample, places, right, magnitude, ranks)
+        sizes = [len(sample.indices) for sample, _ in own]
+        rows = ((together * scale)[row].split(sizes) for row in (0, 1))
+        for (sample, theirs), right, magnitude in zip(own, *rows, strict=True):
+            sums = _compared(sample, theirs, right, magnitude, ranks, loss_scale_of(engine))
+            if not partitioned:  # every rank has all of it
+                sums.held /= ranks
             found.setdefault(sample.path, PathSums()).join(sums)
             found[sample.path].parameters += 1
     return found
 
 
 def _compared(
-    engine: Any, sample: Sample, places: Places, right: Tensor, magnitude: Tensor, ranks: int
+    sample: Sample, theirs: Used, right: Tensor, magnitude: Tensor, ranks: int, loss_scale: float
 ) -> PathSums:
     import torch
 
-    fragments = list(places.held(sample.param))
-    used, held = sample.pick(fragments)
-    if not places.partitioned:
-        held[:] = True  # an optimizer passes over what has no gradient
-    loss_scale = loss_scale_of(engine)
-    used, right, magnitude = (tensor[held].cpu() for tensor in (used / loss_scale, right, magnitude))
-    dtypes = {sample.param.dtype, _communicated(engine, sample.param), *(fragment.dtype for _, fragment in fragments)}
+    used, right, magnitude = (tensor[theirs.held].cpu() for tensor in (theirs.elements, right, magnitude))
     additions = ranks + sample.micro_batches
-    tolerance = _relative(dtypes, additions) * magnitude + _absolute(dtypes) * additions / loss_scale
+    tolerance = _relative(theirs.dtypes, additions) * magnitude + _absolute(theirs.dtypes) * additions / loss_scale
     finite = bool(torch.isfinite(used).all() and torch.isfinite(right).all())
-    share = 1.0 if places.partitioned else 1.0 / ranks
     return PathSums(
         product=float(used @ right) if finite else 0.0,
         square=float(right @ right) if finite else 0.0,
         worst=float(((used - right).abs() / tolerance).max()) if finite and len(used) else 0.0,
         finite=finite,
-        held=float(held.sum()) * share,
+        held=float(theirs.held.sum()),
         wanted=len(sample.indices) / ranks,
         micro_batches=sample.micro_batches,
     )
@@ -192,7 +215,7 @@ def _absolute(dtypes: Iterable[torch.dtype]) -> float:
 # ---------------------------------------------------------------------------------------- the norm
 
 
-def square_of_norm(engine: Any, facts: Facts, places: Places) -> float:
+def square_of_norm(engine: Any, places: Places) -> float:
     """This rank's part of the square of the norm over every distinct element; the ranks' parts add up."""
     import torch
 
@@ -205,11 +228,11 @@ def square_of_norm(engine: Any, facts: Facts, places: Places) -> float:
         for _, fragment in places.held(param):
             dense = fragment.coalesce().values() if fragment.is_sparse else fragment
             square += float(torch.linalg.vector_norm(dense, dtype=torch.float64)) ** 2
-        total += square / _holders(engine, facts, param, places.partitioned, dist)
+        total += square / _holders(engine, param, places.partitioned, dist)
     return total / loss_scale_of(engine) ** 2
 
 
-def _holders(engine: Any, facts: Facts, param: Any, partitioned: bool, dist: Any) -> int:
+def _holders(engine: Any, param: Any, partitioned: bool, dist: Any) -> int:
     """How many ranks of this parameter's stage hold the same element."""
     expert = not getattr(param, "allreduce", True)
     sharded = getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False)
@@ -222,9 +245,18 @@ def _tensor_parallel_size(engine: Any) -> int:
     return int(engine.grid.get_slice_parallel_world_size() if engine.pipeline_parallelism else engine.mp_world_size)
 
 
-def can_take_norm(engine: Any) -> bool:
-    """Not with AutoEP, whose experts lie over groups of their own."""
-    return not any(map(is_autoep_expert, engine.module.parameters()))
+def left_out(engine: Any) -> list[Finding]:
+    """What of a model is not followed, in words."""
+    reasons = []
+    if has_autoep(engine):
+        reasons.append("AutoEP's experts are not audited: they lie over groups of their own")
+    if tied_over_stages(engine):
+        reasons.append("weights that stages of a pipeline share are not audited: they are reduced between stages, too")
+    return [Finding("left out", None, None, True, words) for words in reasons]
+
+
+def has_autoep(engine: Any) -> bool:
+    return any(map(is_autoep_expert, engine.module.parameters()))
 
 
 def judged_norm(engine: Any, reported: float | None, square: float | None) -> Finding:

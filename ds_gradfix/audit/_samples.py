@@ -93,7 +93,7 @@ def choose(engine: Any, facts: Facts) -> list[Sample]:
 
     device = sys.modules["deepspeed.accelerator"].get_accelerator().current_device_name()
     rows = _parameters_with_sparse_rows(engine)
-    tied = _tied_over_stages(engine)
+    tied = tied_over_stages(engine)
     paths: dict[tuple[str, str], list[tuple[str, Any]]] = {}
     for name, param in engine.module.named_parameters():
         if is_audited(param) and id(param) not in tied and numel_of(param):
@@ -143,7 +143,7 @@ def _parameters_with_sparse_rows(engine: Any) -> set[int]:
     }
 
 
-def _tied_over_stages(engine: Any) -> set[int]:
+def tied_over_stages(engine: Any) -> set[int]:
     """Weights that stages of a pipeline share: their gradients are added up between the stages as well."""
     tied = getattr(engine.module, "tied_comms", None) or {}
     return {id(param) for comm in tied.values() for param in comm["module"].parameters()}

@@ -222,6 +222,10 @@ def unknown(engine: Any) -> None:
     engine.optimizer.__class__ = type("Another", (type(engine.optimizer),), {})
 
 
+def with_autoep(engine: Any) -> None:
+    engine.module[0].weight.ds_zero_placement_family = "autoep_expert"
+
+
 def with_muon(engine: Any) -> None:
     engine.optimizer.param_groups[0]["use_muon"] = True
 
@@ -316,6 +320,7 @@ TWO |= {
     "experts bf16, no patch": partial(experts, 0, NO_PATCH, **BF16),
     "experts zero2": partial(experts, 2, {}),
     "without optimizer": without_optimizer,
+    "autoep": partial(by_hand, with_autoep),
     "muon": partial(by_hand, with_muon),
     "unknown": partial(by_hand, unknown),
     "unknown, strict": partial(by_hand, unknown, strict=True),
