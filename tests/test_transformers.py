@@ -1,5 +1,6 @@
-"""Transformers' own Trainer over two ranks that share a sequence, without a change of its code: with DS_GRADFIX=1 alone
-its gradients are those of a single process on every ZeRO stage, because its loss is recognised by evidence.
+"""Transformers' own Trainer and Accelerate's Accelerator, without a change of their code: with DS_GRADFIX=1 alone the
+gradients of two ranks are those of a single process, and so is the norm that is logged. Where the ranks share a
+sequence that holds on every ZeRO stage, because the loss is recognised by evidence.
 
 Runs in the environment that ds-gradfix is installed in, since its start-up file is what turns it on.
 """
@@ -7,6 +8,7 @@ Runs in the environment that ds-gradfix is installed in, since its start-up file
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,10 +21,37 @@ from packaging.version import Version
 
 SCRIPT = "train_with_transformers.py"
 SUM = {"ds_gradfix": {"sequence_parallel_reduction": "sum"}}
-CONFIGS: tuple[dict[str, Any], ...] = (
-    *({"zero_optimization": {"stage": stage}} for stage in (1, 2, 3)),
-    *({"zero_optimization": {"stage": stage}, **SUM} for stage in (2, 3)),
-)
+PREDIVIDED = {"gradient_predivide_factor": 2}
+BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **more}}
+
+
+JOBS: dict[str, dict[str, Any]] = {
+    **{f"shards, ZeRO-{stage}": {"sequence_parallel": True, "config": zero(stage)} for stage in (1, 2, 3)},
+    **{f"shards, ZeRO-{stage}, sum": {"sequence_parallel": True, "config": zero(stage) | SUM} for stage in (2, 3)},
+    "Trainer, dict": {"config": zero(2), "clip": 0.5},
+    "Trainer, file": {
+        "as_file": True,
+        "config": {
+            "optimizer": {"type": "SGD", "params": {"lr": "auto"}},
+            **zero(3, reduce_scatter=False, **dict.fromkeys(BUCKETS, "auto")),
+            **PREDIVIDED,
+        },
+    },
+    "Accelerator, dict": {"by": "accelerator", "config": zero(3, reduce_scatter=False) | PREDIVIDED},
+}
+"""By name, the fields of a Job of the script's; what is not said there is "auto"."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one job: the ratio to the right gradient, the same for all parameters, and that of the norm it logged."""
+
+    gradient: float
+    norm: float
 
 
 def missing() -> str | None:
@@ -40,23 +69,34 @@ needs_transformers = pytest.mark.skipif(missing() is not None, reason=str(missin
 
 
 @cache
-def outputs(on: str) -> tuple[list[float], str]:
-    """For each of CONFIGS the ratio to the right gradient, the same for all parameters; and what rank 0 printed."""
+def outputs(on: str) -> tuple[dict[str, Found], str]:
+    """What was found for each of JOBS, and what rank 0 printed."""
     with TemporaryDirectory() as name:
         directory = Path(name)
-        (directory / "configs.json").write_text(json.dumps(CONFIGS))
+        (directory / "jobs.json").write_text(json.dumps(list(JOBS.values())))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "2"}
         ended = launch(SCRIPT, name, env={**meeting, "HF_HUB_OFFLINE": "1", "DS_GRADFIX": on})
         assert {rank.status for rank in ended} == {0}, "\n".join(rank.output[-3000:] for rank in ended)
-        trainings = json.loads((directory / "ratios.json").read_text())
-    found = []
-    for parameters in trainings:
+        trainings = json.loads((directory / "found.json").read_text())
+    found = {}
+    for job, training in zip(JOBS, trainings, strict=True):
+        parameters = training["parameters"].values()
         assert len(parameters) > 20
-        assert max(off for _, off in parameters.values()) < 1e-3  # a multiple of the right gradient
-        ratio, *others = (ratio for ratio, _ in parameters.values())
-        assert others == pytest.approx([ratio] * len(others), rel=1e-3)
-        found.append(ratio)
+        assert max(off for _, off in parameters) < 1e-3, job  # a multiple of the right gradient
+        ratio, *others = (ratio for ratio, _ in parameters)
+        assert others == pytest.approx([ratio] * len(others), rel=1e-3), job
+        assert training["right norm"] > JOBS[job].get("clip", 0)  # else nothing would be clipped
+        found[job] = Found(ratio, training["norm"])
     return found, ended[0].output
+
+
+def ratios(on: str, *jobs: str) -> list[float]:
+    return [outputs(on)[0][job].gradient for job in jobs]
+
+
+SHARDS = tuple(f"shards, ZeRO-{stage}" for stage in (1, 2, 3))
+SUMMED = tuple(f"shards, ZeRO-{stage}, sum" for stage in (2, 3))
+APART = ("Trainer, dict", "Trainer, file", "Accelerator, dict")
 
 
 def test_the_training_script_does_not_know_ds_gradfix() -> None:
@@ -66,19 +106,34 @@ def test_the_training_script_does_not_know_ds_gradfix() -> None:
 
 @needs_transformers
 def test_the_trainer_is_recognised_and_its_gradients_are_right_on_every_stage() -> None:
-    ratios, said = outputs("1")
-    assert ratios[:3] == pytest.approx([1, 1, 1], rel=1e-3)
+    assert ratios("1", *SHARDS) == pytest.approx([1, 1, 1], rel=1e-3)
+    _, said = outputs("1")
     assert said.count("reduced by mean (Accelerate's parallelism config has sp_size=2: the loss of Transformers'") == 3
 
 
 @needs_transformers
 def test_a_setting_outranks_the_evidence_and_would_double_them() -> None:
-    ratios, said = outputs("1")
-    assert ratios[3:] == pytest.approx([2, 2], rel=1e-3)
+    assert ratios("1", *SUMMED) == pytest.approx([2, 2], rel=1e-3)
+    _, said = outputs("1")
     assert said.count("reduced by sum (set by sequence_parallel_reduction)") == 2
 
 
 @needs_transformers
-def test_without_ds_gradfix_only_zero3_is_right() -> None:
-    ratios, _ = outputs("0")
-    assert ratios == pytest.approx([2, 2, 1, 2, 1], rel=1e-3)  # a section that nobody reads changes nothing
+def test_gradients_are_right_however_the_configuration_is_given() -> None:
+    assert ratios("1", *APART) == pytest.approx([1, 1, 1], rel=1e-3)
+
+
+@needs_transformers
+def test_the_logged_norm_is_the_one_of_a_single_process() -> None:
+    found, _ = outputs("1")
+    right = [*SHARDS, *APART]
+    assert [found[job].norm for job in right] == pytest.approx([1] * len(right), rel=1e-5)
+
+
+@needs_transformers
+def test_without_ds_gradfix_only_some_are_right() -> None:
+    assert ratios("0", *SHARDS) == pytest.approx([2, 2, 1], rel=1e-3)
+    assert ratios("0", *SUMMED) == pytest.approx([2, 1], rel=1e-3)  # a section that nobody reads changes nothing
+    assert ratios("0", *APART) == pytest.approx([1, 0.5, 0.5], rel=1e-3)
+    found, _ = outputs("0")
+    assert all(one.norm == pytest.approx(one.gradient, rel=1e-3) for one in found.values())
