@@ -6,23 +6,28 @@ What it measures on the corrected side belongs to the tests of the corrections.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import browser
 import pytest
 import torch
 
 from ds_gradfix.cli import main
 from ds_gradfix.verify import Case, Model, RankFailure, measure, oracle
-from ds_gradfix.verify.compare import Result, compared
+from ds_gradfix.verify.compare import Number, Result, compared
 from ds_gradfix.verify.config import ConfigError, case_from_config
+from ds_gradfix.verify.page import STYLE, page
 from ds_gradfix.verify.reference import train
+from ds_gradfix.verify.report import Report
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "zero3_sequence_parallel.json"
 HALF_TYPES = {"fp16": {"fp16": {"enabled": True}}, "bf16": {"bf16": {"enabled": True}}}
@@ -425,11 +430,156 @@ def test_the_table_fits_80_columns(measured: dict[bool, Result], capsys: pytest.
     assert "\x1b" not in out
 
 
-def test_the_example_shows_a_wrong_gradient_made_right() -> None:
-    """The command as a user types it: two launches of real ranks, and none of their noise on the screen."""
-    command = [sys.executable, "-m", "ds_gradfix.verify", str(EXAMPLE)]
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], str]:
+    """The command as a user types it, and the page that it leaves: two launches of real ranks."""
+    page = tmp_path_factory.mktemp("report") / "page.html"
+    command = [sys.executable, "-m", "ds_gradfix.verify", str(EXAMPLE), "--report", str(page)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done, page.read_text(encoding="utf-8")
+
+
+def test_the_example_shows_a_wrong_gradient_made_right(shown: tuple[subprocess.CompletedProcess[str], str]) -> None:
+    """None of the ranks' noise is on the screen."""
+    done, _ = shown
     for invariant in ("gradient", "norm", "update"):
         assert f"{invariant}: stock 2x too small, corrected right" in done.stdout
     assert done.stderr == "" and "[INFO]" not in done.stdout
+
+
+@pytest.mark.skipif(browser.CHROMIUM is None, reason="needs Chromium, to open the page in")
+@pytest.mark.parametrize("width, dark", [(1000, False), (400, True)])
+def test_the_page_in_a_real_browser(
+    shown: tuple[subprocess.CompletedProcess[str], str], width: int, dark: bool
+) -> None:
+    _, page = shown
+    seen = browser.seen(page, width=width, dark=dark)
+    for words in (EXAMPLE.name, "The corrected run is right", "2x too small", "1.7e-07", "2.26233", "torch 2.", "gloo"):
+        assert words in seen["text"]
+    assert seen["width"] == width, "wider than the screen"
+    assert len(seen["pictures"]) == 3 and min(map(min, seen["pictures"])) > 90
+    assert seen["cut_off"] == [] and min(seen["sizes"]) >= 10
+    assert seen["requests"] == [] and seen["scripts"] == 0
+    assert (browser.contrast(seen["background"], "rgb(0, 0, 0)") < 2) == dark
+    assert min(browser.contrast(colour, seen["background"]) for colour in seen["colours"]) >= 4.5
+
+
+class Tags(HTMLParser):
+    """Every element of a page with its attributes; refuses a page whose elements do not close as they opened."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in ("meta", "link"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def all(self, tag: str, **attributes: str) -> list[dict[str, str | None]]:
+        return [own for name, own in self.found if name == tag and attributes.items() <= own.items()]
+
+
+def tags_of(results: dict[str, Result], config: str = "job.json") -> Tags:
+    return Tags(page(Report(config, 2, ("a note",), results), "ds-gradfix verify job.json"))
+
+
+def test_the_page_draws_every_step_and_every_parameter(stock: dict[str, Result]) -> None:
+    tags = tags_of({"stock": stock["scatter, S 2"], "corrected": stock["accumulated, clipped"]})
+    kinds = ("stock", "reference", "corrected", "other")  # the two runs have a reference each: they are two jobs
+    lines = {kind: [places(line) for line in tags.all("polyline", **{"class": f"line {kind}"})] for kind in kinds}
+    assert [[len(line) for line in same] for same in lines.values()] == [[2, 2]] * 4
+    # 3 parameters, 2 steps of loss and 2 of norm; one in each of 3 legends
+    assert [len(tags.all("circle", **{"class": "stock"})), len(tags.all("path", **{"class": "corrected"}))] == [10, 10]
+    stock_norm, reference, corrected_norm, other = (lines[kind][1][0][1] for kind in kinds)
+    assert stock_norm > reference + 20 and abs(corrected_norm - other) < 0.01, "lower is further down"
+    assert len(tags.all("svg", role="img")) == 3 and len(tags.all("table")) == len(tags.all("caption")) == 4
+    assert all(head.get("scope") for head in tags.all("th"))
+
+
+def places(line: dict[str, str | None]) -> list[tuple[float, float]]:
+    """The points of a polyline, (x, y) each."""
+    pairs = (point.split(",") for point in (line["points"] or "").split())
+    return [(float(x), float(y)) for x, y in pairs]
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        ("odd sizes, frozen, unused, groups", "odd sizes, frozen, unused, groups"),
+        ("fp16, ZeRO-0", "ZeRO-0"),
+        ("sum, ZeRO-3", "ZeRO-3"),
+        ("ZeRO-3", "sum, ZeRO-3"),
+        ("sum, ZeRO-3", "sum, ZeRO-3"),
+    ],
+)
+def test_the_page_of_any_job_is_whole_and_alone(stock: dict[str, Result], one: str, other: str) -> None:
+    hostile = "<img src=x onerror=alert(1)>\"'&</style>.json"
+    tags = tags_of({"stock": stock[one], "corrected": stock[other]}, config=hostile)
+    assert tags.all("img") == tags.all("script") == tags.all("iframe") == []
+    loaded = [own[key] for _, own in tags.found for key in ("src", "href", "xlink:href", "style") if key in own]
+    assert loaded == ["data:,"]
+    assert "url(" not in STYLE and "@import" not in STYLE
+
+
+def test_numbers_that_no_axis_has_a_place_for(stock: dict[str, Result]) -> None:
+    right = stock["ZeRO-3"]
+    first, second, third = right.steps
+    gradients = tuple(
+        replace(gradient, ratio=ratio) for gradient, ratio in zip(first.gradients, (-0.25, math.nan, math.inf))
+    )
+    broken = replace(first, gradients=gradients, loss=Number(math.nan, 1e30), norm=Number(math.inf, 0.0))
+    text = page(Report("job.json", 2, (), {"stock": replace(right, steps=(broken, second, third))}), "command")
+    assert "layers.0.weight: stock -0.25; layers.1.weight: stock nan; layers.2.weight: stock inf" in text
+    drawn = [str(own[key]) for _, own in Tags(text).found for key in ("points", "x", "y", "cx", "cy") if key in own]
+    assert len(drawn) > 20 and not any("nan" in place or "inf" in place for place in drawn)
+    assert len(places(Tags(text).all("polyline", **{"class": "line stock"})[0])) == 2
+
+
+@pytest.mark.parametrize(
+    "path, reason",
+    [
+        (".", "it is a directory"),
+        ("missing/page.html", "missing: No such file or directory"),
+        ("job.json", "it is the file that is read"),
+        ("job.json/page.html", "job.json: Not a directory"),
+        ("/dev/null", "it is not a regular file"),
+    ],
+)
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_trained(
+    path: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.json").write_bytes(EXAMPLE.read_bytes())
+    monkeypatch.setattr(oracle, "measure", lambda *_, **__: pytest.fail("ranks were started"))
+    said = refusal(["job.json", "--report", path], capsys)
+    assert said.startswith(f"ds-gradfix verify: --report {path} can't be written: ") and reason in said
+    assert os.listdir() == ["job.json"]
+
+
+def test_a_page_takes_an_older_ones_place_in_one_step(
+    measured: dict[bool, Result], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "old.html").write_text("old")
+    (tmp_path / "link.html").symlink_to("old.html")
+    assert main(["verify", str(EXAMPLE), "--stock", "--json", "--report", str(tmp_path / "link.html")]) == 1
+    json.loads(capsys.readouterr().out)
+    assert (tmp_path / "link.html").is_symlink() and sorted(os.listdir(tmp_path)) == ["link.html", "old.html"]
+    assert "--steps 3 --stock" in (tmp_path / "old.html").read_text(encoding="utf-8")
+
+
+def test_what_is_wrong_is_marked_where_there_is_no_colour(
+    measured: dict[bool, Result], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["verify", str(EXAMPLE)])
+    out = capsys.readouterr().out
+    assert out.count("0.5 *") == 5 and "* is more than rounding explains." in out
+    main(["verify", str(EXAMPLE), "--corrected"])
+    assert "*" not in capsys.readouterr().out

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from ds_gradfix.cli._file import check_writable, write
 from ds_gradfix.cli._job import add_size_arguments, job_size, read_config_file
 from ds_gradfix.cli._screen import console, print_json
 from ds_gradfix.errors import GradfixError
@@ -33,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--both", dest="runs", action="store_const", const=(STOCK, CORRECTED), help="both (the default)")
     parser.set_defaults(runs=(STOCK, CORRECTED))
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
+    parser.add_argument("--report", metavar="PAGE.html", help="also write one page that stands alone: the table, the"
+                        " curves of loss and norm, the ratios as a picture, the environment")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
         raise GradfixError(f"--steps is {args.steps}; it must be 1 or more")
     config = read_config_file(args.config)
     ranks, shards = job_size(config, args.ranks, args.sequence_parallel)
+    if args.report is not None:
+        check_writable("--report", args.report, read=args.config)
     case, notes = case_from_config(config, name=args.config, ranks=ranks, sequence_parallel=shards, steps=args.steps)
     results = {}
     with _progress(args.runs, args.steps) as advance:
@@ -55,14 +61,27 @@ def run(args: argparse.Namespace) -> int:
     from ds_gradfix.verify.report import COULD_NOT_RUN, RIGHT, WRONG, Report, as_data, show
 
     report = Report(args.config, ranks, tuple(notes), results)
+    if args.report is not None:
+        from ds_gradfix.verify.page import page
+
+        write("--report", args.report, page(report, _command(args, ranks, shards)))
     if args.json:
         print_json(as_data(report))
     else:
-        show(report, console())
+        show(report, screen := console())
+        if args.report is not None:
+            screen.print(f"\nReport: {args.report}", soft_wrap=True)
     for name, result in results.items():
         if result.error and report.status == COULD_NOT_RUN:
             print(f"ds-gradfix verify: {name} could not run\n{result.error}", file=sys.stderr)
     return {RIGHT: 0, WRONG: 1, COULD_NOT_RUN: 2}[report.status]
+
+
+def _command(args: argparse.Namespace, ranks: int, shards: int) -> str:
+    """What measures the same again, wherever the configuration's defaults move to."""
+    sizes = ["--ranks", str(ranks), "--sequence-parallel", str(shards), "--steps", str(args.steps)]
+    which = [f"--{name}" for name in args.runs] if len(args.runs) == 1 else []
+    return shlex.join(["ds-gradfix", "verify", args.config, *sizes, *which])
 
 
 @contextmanager

@@ -12,11 +12,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ds_gradfix.verify.compare import Comparison, Number, Result, Step
-from ds_gradfix.verify.config import section
+from ds_gradfix.verify.compare import Comparison, Number, Result
+from ds_gradfix.verify.config import precision, section
 
 RIGHT, WRONG, COULD_NOT_RUN = "right", "wrong", "could not run"
-_COLOURS = {True: "green", False: "bold red", None: "yellow"}
+INVARIANTS = ("gradient", "norm", "update")
+_COLOURS = {True: "green", False: "bold red", None: "magenta"}
+"""Of the terminal's own sixteen, those that are read on a light and on a dark background."""
 
 
 @dataclass(frozen=True)
@@ -56,27 +58,29 @@ def as_data(report: Report) -> dict[str, Any]:
 
 
 def show(report: Report, screen: Console) -> None:
-    """Print heading, notes, table and verdicts; 80 columns are enough."""
-    screen.print(Text(report.config, "bold"))
-    for line in _circumstances(report):
+    """Print heading, notes, table and verdicts; 80 columns are enough, and no meaning is in a colour alone."""
+    screen.print(Text(report.config, "bold"), soft_wrap=True)
+    for line in circumstances(report):
         screen.print(line)
     for note in report.notes:
-        screen.print(Text(f"Note: {note}.", "dim"))
-    measured = {run: result for run, result in report.results.items() if result.steps}
+        screen.print(f"Note: {note}.")
+    measured = measured_runs(report)
     if measured:
         screen.print()
-        shown = _shown_step(measured)
+        shown = shown_step(measured)
         screen.print(_table(measured, shown))
-        screen.print(f"Step {shown + 1}: ratio to the float64 reference, and relative error.")
+        screen.print()
+        screen.print(legend(measured, shown))
     screen.print()
-    for invariant in ("gradient", "norm", "update"):
+    for invariant in INVARIANTS:
         screen.print(_verdict_line(invariant, report.results))
     for run, result in report.results.items():
         if result.error:
             screen.print(Text(f"{run} could not run: {result.error.strip().splitlines()[-1]}", "bold red"))
 
 
-def _circumstances(report: Report) -> list[str]:
+def circumstances(report: Report) -> list[str]:
+    """How it was measured, a line each."""
     result = list(report.results.values())[-1]
     case, versions = result.case, result.versions
     stage = section(case.config, "zero_optimization").get("stage", 0)
@@ -87,52 +91,100 @@ def _circumstances(report: Report) -> list[str]:
     return lines
 
 
-def _shown_step(measured: Mapping[str, Result]) -> int:
-    """The first step in which something is wrong, else the first."""
+def measured_runs(report: Report) -> dict[str, Result]:
+    """The runs that have steps, by name."""
+    return {run: result for run, result in report.results.items() if result.steps}
+
+
+def shown_step(measured: Mapping[str, Result]) -> int:
+    """The index of the first step in which something is wrong, else of the first."""
     count = min(len(result.steps) for result in measured.values())
-    return next(
-        (index for index in range(count) if any(_is_wrong(result.steps[index]) for result in measured.values())), 0
-    )
+    return next((index for index in range(count) if any(_is_wrong(run, index) for run in measured.values())), 0)
 
 
-def _is_wrong(step: Step) -> bool:
-    return bool(step.ranks_differ) or not all(comparison.right for comparison in (*step.gradients, *step.updates))
+def legend(measured: Mapping[str, Result], index: int) -> str:
+    """What the numbers of a table of this step are."""
+    said = f"Step {index + 1}: ratio to the float64 reference, and relative error"
+    wrong = any(cell.right is False for line in lines(measured, index) for cell in line.cells)
+    return f"{said}.\n* is more than rounding explains." if wrong else f"{said}."
+
+
+def _is_wrong(result: Result, index: int) -> bool:
+    step = result.steps[index]
+    compared = all(comparison.right for comparison in (*step.gradients, *step.updates))
+    return bool(step.ranks_differ) or not compared or _norm_right(result, index) is False
+
+
+def _norm_right(result: Result, index: int) -> bool | None:
+    step = result.steps[index]
+    return None if step.norm.error is None else step.norm.error <= precision(result.case).tolerance
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one run measured: ratio and error as shown, and whether that is right (None: not reported)."""
+
+    ratio: str
+    error: str
+    right: bool | None
+
+    @property
+    def marked_error(self) -> str:
+        """The error, and a mark where it is wrong."""
+        return f"{self.error} {'*' if self.right is False else ' '}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the table: a parameter, the norm or the update, with a cell for each run."""
+
+    name: str
+    size: str
+    cells: tuple[Cell, ...]
+
+
+def lines(measured: Mapping[str, Result], index: int) -> list[Line]:
+    """The rows of the table of one step: a gradient each, then the norm, then the update that is furthest off."""
+    steps = {run: result.steps[index] for run, result in measured.items()}
+    by_parameter = zip(*(step.gradients for step in steps.values()), strict=True)
+    gradients = [Line(same[0].name, str(same[0].numel), tuple(map(_cell, same))) for same in by_parameter]
+    norms = (_norm_cell(result, index) for result in measured.values())
+    worst = (max(step.updates, key=lambda update: update.error / update.tolerance) for step in steps.values())
+    return [
+        *gradients,
+        Line("global norm", "", tuple(norms)),
+        Line("update, at worst", "", tuple(map(_cell, worst))),
+    ]
+
+
+def _cell(comparison: Comparison) -> Cell:
+    return _numbers(comparison.ratio, comparison.error, comparison.right)
+
+
+def _norm_cell(result: Result, index: int) -> Cell:
+    norm = result.steps[index].norm
+    return _numbers(norm.ratio, norm.error, _norm_right(result, index))
+
+
+def _numbers(ratio: float | None, error: float | None, right: bool | None) -> Cell:
+    return Cell("-" if ratio is None else f"{ratio:.6g}", "-" if error is None else f"{error:.2g}", right)
 
 
 def _table(measured: Mapping[str, Result], index: int) -> Table:
-    steps = {run: result.steps[index] for run, result in measured.items()}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("gradient of", overflow="fold")
     table.add_column("size", justify="right")
-    for run in steps:
+    for run in measured:
         table.add_column(f"{run}\nratio", justify="right")
-        table.add_column(f"{run}\nerror", justify="right")
-    first = next(iter(steps.values()))
-    for row, comparison in enumerate(first.gradients):
-        same = [step.gradients[row] for step in steps.values()]
-        cells = [_cells(gradient.ratio, gradient.error, gradient.right) for gradient in same]
-        table.add_row(
-            comparison.name, str(comparison.numel), *_flat(cells), end_section=row == len(first.gradients) - 1
-        )
-    norms = [_cells(step.norm.ratio, step.norm.error, measured[run].norm.right) for run, step in steps.items()]
-    table.add_row("global norm", "", *_flat(norms))
-    worst = [max(step.updates, key=lambda update: update.error / update.tolerance) for step in steps.values()]
-    table.add_row(
-        "update, at worst", "", *_flat([_cells(update.ratio, update.error, update.right) for update in worst])
-    )
+        table.add_column(f"{run}  \nerror  ", justify="right")
+    *gradients, norm, update = lines(measured, index)
+    for line in (*gradients, norm, update):
+        table.add_row(line.name, line.size, *_texts(line), end_section=bool(gradients) and line is gradients[-1])
     return table
 
 
-def _cells(ratio: float | None, error: float | None, right: bool | None) -> tuple[Text, Text]:
-    colour = _COLOURS[right]
-    return (
-        Text("-" if ratio is None else f"{ratio:.6g}", colour),
-        Text("-" if error is None else f"{error:.2g}", colour),
-    )
-
-
-def _flat(cells: list[tuple[Text, Text]]) -> list[Text]:
-    return [cell for pair in cells for cell in pair]
+def _texts(line: Line) -> list[Text]:
+    return [Text(text, _COLOURS[cell.right]) for cell in line.cells for text in (cell.ratio, cell.marked_error)]
 
 
 def _verdict_line(invariant: str, results: Mapping[str, Result]) -> Text:
