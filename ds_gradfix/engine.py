@@ -501,7 +501,7 @@ def insist_on(proof: Proof, settings: Settings) -> None:
             f"{text}. Training would go on with wrong gradients. To look closer: 'ds-gradfix verify CONFIG';"
             f" to leave a patch out: exclude; to go on all the same: self_check 'warn'"
         )
-    if _rank() == 0:
+    if own_rank() == 0:
         log.warning("%s", text)
 
 

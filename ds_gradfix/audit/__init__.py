@@ -16,7 +16,6 @@ import functools
 import json
 import logging
 import math
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
