@@ -96,7 +96,7 @@ def test_an_engine_that_one_rank_can_not_read_stops_all_of_them(ranks: list[dict
 
 def test_an_engine_that_no_rank_can_read_stays_stock(ranks: list[dict[str, Any]]) -> None:
     for log in accepted(ranks, "unreadable"):
-        assert "this engine can't be read, and nothing is corrected for it" in log
+        assert "this engine can't be read, and nothing is corrected or audited for it" in log
     assert not any(rank["unreadable"]["corrected"] for rank in ranks)
 
 
