@@ -85,6 +85,11 @@ def test_diff_of_a_rewrite_is_a_unified_diff(capsys):
     assert "-    buffer_to_reduce.div_(averaging_world_sz / float(self.sequence_parallel_size))" in lines
 
 
+def test_diff_of_a_patch_that_steers_names_what_it_sets(capsys):
+    assert cli.main(["diff", "fp16-zero0-loss-scale"]) == 0
+    assert "    engine.torch_autocast_z0_gradscaler = LossScaler(engine)\n" in capsys.readouterr().out
+
+
 def test_diff_of_an_unknown_patch():
     done = command("diff", "zero3-scater-scale")
     assert done.returncode == 2
