@@ -159,9 +159,10 @@ def measure(
         kept = torch.cat([sample.kept for sample, _ in own]), torch.cat([sample.magnitude for sample, _ in own])
         together = torch.stack(kept)
         dist.all_reduce(together, group=group)
-        sizes = [len(sample.indices) for sample, _ in own]
-        rows = ((together * scale)[row].split(sizes) for row in (0, 1))
-        for (sample, theirs), right, magnitude in zip(own, *rows, strict=True):
+        start = 0
+        for sample, theirs in own:
+            right, magnitude = (together * scale)[:, start : start + len(sample.indices)]
+            start += len(sample.indices)
             sums = _compared(sample, theirs, right, magnitude, ranks, loss_scale_of(engine))
             if not partitioned:  # every rank has all of it
                 sums.held /= ranks
