@@ -105,7 +105,7 @@ def enable(
     proved at once, which all ranks must then do together.
 
     Raises SettingsError for a name or value that is not allowed, PlanError where a patch that was
-    asked for by name, or any in strict mode, can't act here, and SelfCheckError as engine init does.
+    asked for by name, or any in strict mode, can't act here, and SelfCheckError and AuditError as engine init does.
     """
     given = {
         "only": only,
