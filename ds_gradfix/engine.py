@@ -411,12 +411,17 @@ def _differences(ranks: Agreement) -> Iterator[str]:
             yield f"{name_ranks(who)} can't read the engine, and nothing is corrected there: {digest[UNREADABLE]}"
     digests = [(digest, who) for digest, who in digests if UNREADABLE not in digest]
     for key in digests[0][0] if digests else ():
-        values: dict[str, list[int]] = {}
-        for digest, who in digests:
-            values.setdefault(json.dumps(digest.get(key)), []).extend(who)
-        if len(values) > 1:
-            said = "; ".join(f"{value} on {name_ranks(who)}" for value, who in values.items())
-            yield f"the ranks differ in {key}: {said}"
+        values = [(digest.get(key), who) for digest, who in digests]
+        if all(value == values[0][0] for value, _ in values):
+            continue
+        if all(isinstance(value, list) for value, _ in values):
+            common = set.intersection(*(set(value) for value, _ in values))
+            values = [([item for item in value if item not in common], who) for value, who in values]
+        who_has: dict[str, list[int]] = {}
+        for value, who in values:
+            who_has.setdefault(json.dumps(value), []).extend(who)
+        said = "; ".join(f"{value} on {name_ranks(who)}" for value, who in who_has.items())
+        yield f"the ranks differ in {key}: {said}"
 
 
 def _measure(

@@ -85,8 +85,13 @@ def refused(**section: Any) -> str:
 
 
 def attempt(given: dict[str, Any]) -> str:
+    return attempted(lambda: engine(given))
+
+
+def attempted(call: Callable[[], Any]) -> str:
+    """What it raises, in words."""
     try:
-        engine(given)
+        call()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"

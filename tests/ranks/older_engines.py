@@ -17,7 +17,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from engines import attempt, config, engine, ratio, refused, tell
+from engines import attempt, attempted, config, engine, ratio, refused, tell
 
 import ds_gradfix
 from ds_gradfix import activation, agreement, older
@@ -37,16 +37,12 @@ class Said(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def enabled(**arguments: Any) -> dict[str, Any]:
+def enabled() -> dict[str, Any]:
     """Turn it on: how long that takes, what is logged, what is raised."""
     said = Said()
     logging.getLogger("ds_gradfix").addHandler(said)
     started = time.monotonic()
-    try:
-        ds_gradfix.enable(**arguments)
-        outcome = "accepted"
-    except Exception as error:
-        outcome = f"{type(error).__name__}: {error}"
+    outcome = attempted(ds_gradfix.enable)
     logging.getLogger("ds_gradfix").removeHandler(said)
     return {"outcome": outcome, "log": "\n".join(said.lines), "seconds": time.monotonic() - started}
 
