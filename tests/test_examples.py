@@ -1,4 +1,5 @@
-"""The training example under both launchers: wrong on stock DeepSpeed, right with DS_GRADFIX=1 and no other change.
+"""The examples, each as its own text says to start it: right with DS_GRADFIX=1 and no other change. The one with
+sequence parallelism under both launchers, and wrong on stock DeepSpeed.
 
 Runs in the environment that ds-gradfix is installed in, since its start-up file is what is tested.
 """
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from extras import needs
 from launching import free_port
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -25,6 +27,12 @@ def torchrun(port):
 
 def deepspeed(port):
     return [BIN / "deepspeed", "--num_gpus", "2", "--master_port", port]
+
+
+def accelerate(port):
+    config = EXAMPLES / "hf_trainer.json"
+    words = "launch --use_deepspeed --num_processes 2 --deepspeed_config_file"
+    return [BIN / "accelerate", *words.split(), config, "--main_process_port", port]
 
 
 def train(launcher, **environment):
@@ -73,9 +81,23 @@ def test_contrastive_learning_over_gathered_embeddings_wants_a_sum(op, ratio):
     assert f"{op}, ZeRO-3: the gradient is {ratio} x the whole batch's, else off by" in output
 
 
-def test_the_example_does_not_know_ds_gradfix():
-    for path in (SCRIPT, SCRIPT.with_suffix(".json")):
-        assert not re.search("grad.?fix", path.read_text(), re.IGNORECASE)
+@needs(transformers="5.0", accelerate="1.12")
+def test_transformers_trainer_under_accelerate_launch():
+    output = launch(accelerate, EXAMPLES / "hf_trainer.py", DS_GRADFIX="1", HF_HUB_OFFLINE="1")
+    assert re.findall(r"^step \d .* is (\S+) x the single-process norm$", output, re.MULTILINE) == ["1.00"] * 3
+
+
+@needs(transformers="5.0")
+def test_folded_experts_are_clipped_by_the_whole_models_norm():
+    output = launch(torchrun, EXAMPLES / "moe_autoep_autotp.py", DS_GRADFIX="1", HF_HUB_OFFLINE="1")
+    assert re.findall(r"^step \d .* is (\S+) x the whole model's$", output, re.MULTILINE) == ["1.0000"] * 3
+
+
+@pytest.mark.parametrize("name", ["train_sequence_parallel", "hf_trainer", "moe_autoep_autotp"])
+def test_what_trains_does_not_know_ds_gradfix(name):
+    for path in EXAMPLES.glob(f"{name}.*"):
+        code = path.read_text().rpartition('"""')[2]
+        assert code and not re.search("grad.?fix", code, re.IGNORECASE)
 
 
 @pytest.mark.parametrize("launcher", [torchrun, deepspeed])

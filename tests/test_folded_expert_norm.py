@@ -7,16 +7,15 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from math import inf, sqrt
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from extras import needs
 from launching import played
 from other_releases import folder_of
-from packaging.version import Version
 
 from ds_gradfix.installed import Installed
 from ds_gradfix.patches.folded_expert_norm import ID, PATCH
@@ -150,16 +149,7 @@ def test_without_folded_experts_every_bit_is_stock(release: str | None, stage: i
 # ---------------------------------------------------------------------------------- a whole model
 
 
-def missing() -> str | None:
-    """What this environment lacks to make a GLM4-MoE that AutoEP takes."""
-    try:
-        found = version("transformers")
-    except PackageNotFoundError:
-        return "transformers is not installed"
-    return None if Version(found) >= Version("5.0") else f"transformers {found} is older than 5.0"
-
-
-needs_transformers = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+needs_transformers = needs(transformers="5.0")  # the first with a GLM4-MoE that AutoEP takes
 
 
 @cache

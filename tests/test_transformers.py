@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from extras import needs
 from launching import RANKS, free_port, launch
-from packaging.version import Version
 
 SCRIPT = "train_with_transformers.py"
 SUM = {"ds_gradfix": {"sequence_parallel_reduction": "sum"}}
@@ -54,28 +53,18 @@ class Found:
     norm: float
 
 
-def missing() -> str | None:
-    """What this environment lacks to run the Trainer with sequence parallelism."""
-    for package, oldest in (("transformers", "5.0"), ("accelerate", "1.12")):
-        try:
-            if Version(version(package)) < Version(oldest):
-                return f"{package} {version(package)} is older than {oldest}"
-        except PackageNotFoundError:
-            return f"{package} is not installed"
-    return None
-
-
-needs_transformers = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+needs_transformers = needs(transformers="5.0", accelerate="1.12")  # the first with sequence parallelism
 
 
 @cache
-def outputs(on: str) -> tuple[dict[str, Found], str]:
+def outputs(on: bool) -> tuple[dict[str, Found], str]:
     """What was found for each of JOBS, and what rank 0 printed."""
     with TemporaryDirectory() as name:
         directory = Path(name)
         (directory / "jobs.json").write_text(json.dumps(list(JOBS.values())))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "2"}
-        ended = launch(SCRIPT, name, env={**meeting, "HF_HUB_OFFLINE": "1", "DS_GRADFIX": on})
+        env = {**meeting, "HF_HUB_OFFLINE": "1", **({"DS_GRADFIX": "1"} if on else {})}
+        ended = launch(SCRIPT, name, env=env)
         assert {rank.status for rank in ended} == {0}, "\n".join(rank.output[-3000:] for rank in ended)
         trainings = json.loads((directory / "found.json").read_text())
     found = {}
@@ -90,7 +79,7 @@ def outputs(on: str) -> tuple[dict[str, Found], str]:
     return found, ended[0].output
 
 
-def ratios(on: str, *jobs: str) -> list[float]:
+def ratios(on: bool, *jobs: str) -> list[float]:
     return [outputs(on)[0][job].gradient for job in jobs]
 
 
@@ -106,34 +95,34 @@ def test_the_training_script_does_not_know_ds_gradfix() -> None:
 
 @needs_transformers
 def test_the_trainer_is_recognised_and_its_gradients_are_right_on_every_stage() -> None:
-    assert ratios("1", *SHARDS) == pytest.approx([1, 1, 1], rel=1e-3)
-    _, said = outputs("1")
+    assert ratios(True, *SHARDS) == pytest.approx([1, 1, 1], rel=1e-3)
+    _, said = outputs(True)
     assert said.count("reduced by mean (Accelerate's parallelism config has sp_size=2: the loss of Transformers'") == 3
 
 
 @needs_transformers
 def test_a_setting_outranks_the_evidence_and_would_double_them() -> None:
-    assert ratios("1", *SUMMED) == pytest.approx([2, 2], rel=1e-3)
-    _, said = outputs("1")
+    assert ratios(True, *SUMMED) == pytest.approx([2, 2], rel=1e-3)
+    _, said = outputs(True)
     assert said.count("reduced by sum (set by sequence_parallel_reduction)") == 2
 
 
 @needs_transformers
 def test_gradients_are_right_however_the_configuration_is_given() -> None:
-    assert ratios("1", *APART) == pytest.approx([1, 1, 1], rel=1e-3)
+    assert ratios(True, *APART) == pytest.approx([1, 1, 1], rel=1e-3)
 
 
 @needs_transformers
 def test_the_logged_norm_is_the_one_of_a_single_process() -> None:
-    found, _ = outputs("1")
+    found, _ = outputs(True)
     right = [*SHARDS, *APART]
     assert [found[job].norm for job in right] == pytest.approx([1] * len(right), rel=1e-5)
 
 
 @needs_transformers
 def test_without_ds_gradfix_only_some_are_right() -> None:
-    assert ratios("0", *SHARDS) == pytest.approx([2, 2, 1], rel=1e-3)
-    assert ratios("0", *SUMMED) == pytest.approx([2, 1], rel=1e-3)  # a section that nobody reads changes nothing
-    assert ratios("0", *APART) == pytest.approx([1, 0.5, 0.5], rel=1e-3)
-    found, _ = outputs("0")
+    assert ratios(False, *SHARDS) == pytest.approx([2, 2, 1], rel=1e-3)
+    assert ratios(False, *SUMMED) == pytest.approx([2, 1], rel=1e-3)  # a section that nobody reads changes nothing
+    assert ratios(False, *APART) == pytest.approx([1, 0.5, 0.5], rel=1e-3)
+    found, _ = outputs(False)
     assert all(one.norm == pytest.approx(one.gradient, rel=1e-3) for one in found.values())
