@@ -106,7 +106,7 @@ def _norm_of_all(optimizer: Any) -> float:
     params = [param for group in optimizer.fp16_groups for param in group]
     held = _norm.gradient_of
     if hasattr(optimizer, "fp32_groups_flat"):
-        pieces = {}
+        pieces: dict[int, Any] = {}
         for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
             pieces.update(zip(map(id, group), flat.grad.split([param.numel() for param in group]), strict=True))
         held = lambda param: pieces[id(param)]  # noqa: E731
