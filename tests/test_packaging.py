@@ -1,5 +1,6 @@
 """What is built and installed: the wheel, the sdist and the editable install, without network."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -18,7 +19,7 @@ import ds_gradfix
 
 ROOT = Path(__file__).resolve().parents[1]
 STARTUP = {"ds_gradfix_startup.pth", "ds_gradfix_startup.start"}
-OFFLINE = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-index", "--no-build-isolation")
+ALONE = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation")
 BUILT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
 
 
@@ -34,7 +35,7 @@ def wheel(project, tmp_path_factory):
 
 
 def build_wheel(source, directory):
-    run(sys.executable, "-m", "pip", "wheel", *OFFLINE, "--wheel-dir", directory, source)
+    run(sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", *ALONE, "--wheel-dir", directory, source)
     (built,) = directory.glob("*.whl")
     return built
 
@@ -58,9 +59,15 @@ class Environment:
         for path in (*third_party.glob("setuptools*"), third_party / "_distutils_hack"):
             (self.build_tools / path.name).symlink_to(path)
 
-    def pip(self, *arguments):
-        pip = (sys.executable, "-m", "pip", "--python", self.bin / "python", "--disable-pip-version-check")
-        return run(*pip, *arguments, env={**environment(), "PYTHONPATH": str(self.build_tools)})
+    def pip(self, command, *arguments):
+        asked = ["--yes"] if command == "uninstall" else []
+        self._run("pip", "--python", self.bin / "python", "--disable-pip-version-check", command, *asked, *arguments)
+
+    def uv(self, command, *arguments):
+        self._run("uv", "pip", command, "--python", self.bin / "python", "--no-cache", *arguments)
+
+    def _run(self, installer, *arguments):
+        run(sys.executable, "-m", installer, *arguments, env={**environment(), "PYTHONPATH": str(self.build_tools)})
 
     def evaluate(self, code, **variables):
         return run(self.bin / "python", "-c", code, env=environment(**variables), cwd=self.bin).strip()
@@ -76,16 +83,17 @@ def environment(**variables):
     return {name: value for name, value in os.environ.items() if not any(word in name for word in unwanted)} | variables
 
 
-def members(wheel):
+def contents(wheel):
+    """By name, the lines of each file, in any order: those of RECORD have none."""
     with zipfile.ZipFile(wheel) as archive:
-        return set(archive.namelist())
+        return {name: sorted(archive.read(name).splitlines()) for name in archive.namelist()}
 
 
 def test_the_wheel_holds_the_package_and_the_start_up_files_and_nothing_else(wheel):
     source = {path.relative_to(ROOT) for path in (ROOT / "ds_gradfix").rglob("*.py")} | {Path("ds_gradfix/py.typed")}
     patches = {path.relative_to(ROOT) for suffix in ("py", "json") for path in (ROOT / "patches").rglob(f"*.{suffix}")}
     expected = {str(path) for path in source} | {str("ds_gradfix" / path) for path in patches} | STARTUP
-    found = {name for name in members(wheel) if ".dist-info/" not in name}
+    found = {name for name in contents(wheel) if ".dist-info/" not in name}
     assert found == expected
 
 
@@ -111,14 +119,19 @@ def test_the_sdist_builds_the_same_wheel(project, wheel, tmp_path):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert STARTUP | {"setup.py", "pyproject.toml", "Makefile", "constraints.txt", "tests/test_packaging.py"} <= names
-    assert members(build_wheel(sdist, tmp_path / "wheel")) == members(wheel)
+    assert contents(build_wheel(sdist, tmp_path / "wheel")) == contents(wheel)
 
 
+needs_uv = pytest.mark.skipif(importlib.util.find_spec("uv") is None, reason="needs uv, of the extra 'test'")
+
+
+@pytest.mark.parametrize("installer", ["pip", pytest.param("uv", marks=needs_uv)])
 @pytest.mark.parametrize("editable", [False, True], ids=["wheel", "editable"])
-def test_installed_it_starts_and_uninstalled_it_leaves_nothing(editable, project, wheel, tmp_path):
+def test_installed_it_starts_and_uninstalled_it_leaves_nothing(installer, editable, project, wheel, tmp_path):
     env = Environment(tmp_path)
     before = env.files()
-    env.pip("install", *OFFLINE, *(["--editable", project] if editable else [wheel]))
+    packages = getattr(env, installer)
+    packages("install", *ALONE, *(["--editable", project] if editable else [wheel]))
     assert STARTUP <= {path.name for path in env.files()}
 
     marker = "import sys; print(getattr(sys, '_ds_gradfix_boot', None))"
@@ -128,5 +141,5 @@ def test_installed_it_starts_and_uninstalled_it_leaves_nothing(editable, project
     assert env.evaluate("import ds_gradfix.patches; print(ds_gradfix.__version__)") == ds_gradfix.__version__
     assert env.evaluate("import importlib.util; print(importlib.util.find_spec('patches'))") == "None"
 
-    env.pip("uninstall", "--yes", "ds-gradfix")
+    packages("uninstall", "ds-gradfix")
     assert env.files() == before
