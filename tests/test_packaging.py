@@ -1,6 +1,7 @@
 """What is built and installed: the wheel, the sdist and the editable install, without network."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -120,6 +121,12 @@ def test_the_sdist_builds_the_same_wheel(project, wheel, tmp_path):
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert STARTUP | {"setup.py", "pyproject.toml", "Makefile", "constraints.txt", "tests/test_packaging.py"} <= names
     assert contents(build_wheel(sdist, tmp_path / "wheel")) == contents(wheel)
+
+
+def test_beside_deepspeed_nothing_else_is_installed_or_replaced(wheel):
+    """As pip would do it here, where DeepSpeed and torch are: whatever else it wanted, it would have to look for."""
+    report = run(sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--quiet", "--report", "-", wheel)
+    assert [planned["metadata"]["name"] for planned in json.loads(report)["install"]] == ["ds-gradfix"]
 
 
 needs_uv = pytest.mark.skipif(importlib.util.find_spec("uv") is None, reason="needs uv, of the extra 'test'")
