@@ -111,15 +111,16 @@ def job(
     offload: bool = False,
     configured: int | None = None,
     steps: int = 1,
-    width: int = 1,
+    more_layers: int = 0,
     losses: int = 0,
     section: dict[str, Any] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """A small network, or one of ``width`` more layers. ``losses`` is over how many of a rank the update shall be
-    compared."""
+    """A small network, or one of ``more_layers`` pairs of larger ones. ``losses`` is over how many of a rank the update
+    shall be compared."""
     net = network()
-    net.extend(nn.Linear(accumulation.WIDTH, accumulation.WIDTH) for _ in range(width - 1))
+    sizes = [accumulation.WIDTH, *[64, accumulation.WIDTH] * more_layers]
+    net.extend(nn.Linear(*size) for size in zip(sizes, sizes[1:]))
     zero = more.pop("zero", {})
     config = settings(stage, micros if configured is None else configured, offload, **more)
     config["zero_optimization"].update(zero)
@@ -324,7 +325,7 @@ TWO |= {
     "muon": partial(by_hand, with_muon),
     "unknown": partial(by_hand, unknown),
     "unknown, strict": partial(by_hand, unknown, strict=True),
-    "large": partial(job, 2, 8, width=40),
+    "large": partial(job, 2, 8, more_layers=20),
     "turned off": turned_off,
 }
 FOUR: dict[str, Callable[[], Any]] = {
