@@ -148,7 +148,9 @@ def test_diff_is_coloured_on_a_terminal_only():
 # --- the screen, and what a command may import
 
 
-@pytest.mark.parametrize("arguments", [["doctor"], ["list"], ["diff", "-h"], ["doctor", "-h"], ["-h"]])
+@pytest.mark.parametrize(
+    "arguments", [["doctor"], ["list"], ["-h"], *([name, "-h"] for name in cli.COMMANDS)], ids=" ".join
+)
 def test_nothing_is_wider_than_the_screen(capsys, config, arguments):
     if arguments == ["doctor"]:
         arguments = ["doctor", "config", "job", "--config", config({**AFFECTED, "ds_gradfix": {"self_check": "warn"}})]

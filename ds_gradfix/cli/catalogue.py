@@ -10,8 +10,10 @@ from rich.text import Text
 
 from ds_gradfix.cli._screen import console, print_hanging, print_json
 from ds_gradfix.installed import find_installed
-from ds_gradfix.registry import Entry, discover, make_plan
+from ds_gradfix.registry import Entry, Verdict, discover, make_plan
 from ds_gradfix.settings import Settings
+
+_COLOURS = {Verdict.DEFECTIVE: "bold bright_red", Verdict.FIXED: "green", Verdict.UNRECOGNISED: "bold"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,8 +40,10 @@ def _show(screen: Console, entry: Entry) -> None:
     screen.print(Text(patch.id, "bold"))
     rows = [("title", patch.title), ("symptom", patch.symptom), *(("upstream", link) for link in patch.upstream)]
     rows += [("plug-in", patch.plugin)] if patch.plugin else []
-    for label, text in (*rows, ("here", f"{entry.verdict.value}: {entry.reason}")):
+    for label, text in rows:
         print_hanging(screen, Text(f"  {label}"), Text(text), indent=12)
+    here = Text.assemble((entry.verdict.value, _COLOURS.get(entry.verdict, "")), f": {entry.reason}")
+    print_hanging(screen, Text("  here"), here, indent=12)
     screen.print()
 
 

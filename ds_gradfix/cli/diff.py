@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ds_gradfix.cli._screen import console
+from ds_gradfix.cli._screen import console, print_hanging
 from ds_gradfix.errors import GradfixError, RewriteError
 from ds_gradfix.installed import find_installed
 from ds_gradfix.registry import Correction, Finding, Rewrite, Steer, Verdict, discover, make_plan
@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     if plan.installed.deepspeed_path is None:
         raise GradfixError("DeepSpeed is not installed here, so there is nothing to compare with")
     screen = console()
-    screen.print(f"{entry.patch.id} on DeepSpeed {plan.installed.deepspeed}: {entry.verdict.value}: {entry.reason}")
+    found = f"{entry.patch.id} on DeepSpeed {plan.installed.deepspeed}: {entry.verdict.value}: {entry.reason}"
+    print_hanging(screen, Text(), Text(found), indent=0)
     for correction, finding in zip(entry.patch.corrections, entry.findings, strict=True):
         screen.print()
         _show(screen, correction, finding, forced=not entry.act)

@@ -10,14 +10,16 @@ from ds_gradfix import _boot
 DESCRIPTION = """\
 Run a Python program as `python` would, with ds-gradfix active in it.
 
-DS_GRADFIX=1 is set for the processes that it starts, which are corrected where the start-up file of ds-gradfix is
-installed. Where it is not, put this command inside the launcher instead:
+DS_GRADFIX=1 is set for the processes that it starts, which are corrected where
+the start-up file of ds-gradfix is installed. Where it is not, put this command
+inside the launcher instead:
 
   torchrun --nproc_per_node 2 -m ds_gradfix run train.py
   deepspeed --num_gpus 2 --no_local_rank --module ds_gradfix run train.py
 
-`python -m ds_gradfix` is `ds-gradfix`; there, `run` may be left out before `-m`, before a name that ends in .py or
-.pyz, and before a path with a separator in it."""
+`python -m ds_gradfix` is `ds-gradfix`; there, `run` may be left out before
+`-m`, before a name that ends in .py or .pyz, and before a path with a separator
+in it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

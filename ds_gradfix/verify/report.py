@@ -17,7 +17,7 @@ from ds_gradfix.verify.config import precision, section
 
 RIGHT, WRONG, COULD_NOT_RUN = "right", "wrong", "could not run"
 INVARIANTS = ("gradient", "norm", "update")
-_COLOURS = {True: "green", False: "bold red", None: "magenta"}
+_COLOURS = {True: "green", False: "bold bright_red", None: ""}
 """Of the terminal's own sixteen, those that are read on a light and on a dark background."""
 
 
@@ -76,7 +76,7 @@ def show(report: Report, screen: Console) -> None:
         screen.print(_verdict_line(invariant, report.results))
     for run, result in report.results.items():
         if result.error:
-            screen.print(Text(f"{run} could not run: {result.error.strip().splitlines()[-1]}", "bold red"))
+            screen.print(Text(f"{run} could not run: {result.error.strip().splitlines()[-1]}", _COLOURS[False]))
 
 
 def circumstances(report: Report) -> list[str]:
@@ -176,7 +176,7 @@ def _table(measured: Mapping[str, Result], index: int) -> Table:
     table.add_column("size", justify="right")
     for run in measured:
         table.add_column(f"{run}\nratio", justify="right")
-        table.add_column(f"{run}  \nerror  ", justify="right")
+        table.add_column(f"{run}\nerror", justify="right")
     *gradients, norm, update = lines(measured, index)
     for line in (*gradients, norm, update):
         table.add_row(line.name, line.size, *_texts(line), end_section=bool(gradients) and line is gradients[-1])
