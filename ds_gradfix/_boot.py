@@ -133,5 +133,7 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _report(what: str, error: Exception) -> None:
-    if sys.stderr is not None:
+    try:
         sys.stderr.write(f"ds-gradfix: {what}: {type(error).__name__}: {error}\n")
+    except (AttributeError, OSError, ValueError):
+        pass  # there is none, its disk is full, or it is closed

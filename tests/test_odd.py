@@ -60,7 +60,7 @@ def test_models_and_hooks_are_copied_and_pickled_as_on_stock(ranks: list[dict[st
 def test_the_jobs_own_errors_pass_through(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         corrected, stock = rank["failing"]["corrected"], rank["failing"]["stock"]
-        assert len(stock) == 10
+        assert len(stock) == 11
         for name, (kind, _, function, line) in stock.items():
             assert kind not in ("nothing", "SelfCheckError") and function and line, name
             if name != "inside a replaced function":

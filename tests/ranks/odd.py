@@ -10,6 +10,7 @@ import functools
 import importlib
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -137,6 +138,7 @@ def failing() -> dict[str, Any]:
         "no such file": blame(lambda: engine("/nonexistent.json")),
         "a folder": blame(lambda: engine(os.sep)),
         "no JSON": blame(lambda: engine("{")),
+        "no text": blame(lambda: engine(sys.executable)),
         "batch sizes": blame(lambda: engine(config(train_batch_size=7, gradient_accumulation_steps=2))),
         "an optimizer that is not tested": blame(lambda: engine(config(zero_allow_untested_optimizer=False))),
         "in the forward pass": blame(in_forward),
