@@ -81,8 +81,8 @@ SCRIPT = """
 @pytest.mark.parametrize(
     ("flags", "how", "expected", "encoding"),
     [
-        (["-OO", "-W", "error"], "start-up", [2, 0, 0], "ascii"),
-        (["-I", "-O"], "start-up", [1, 1, 0], "utf-8"),  # Python itself does not look at the locale's variables then
+        # Isolated, Python itself does not look at the locale's variables.
+        (["-I", "-OO", "-W", "error"], "start-up", [2, 1, 0], "utf-8"),
         (["-S"], "enable", [0, 0, 1], "ascii"),  # no start-up file is read: the script says enable()
     ],
 )
