@@ -105,6 +105,7 @@ def test_a_module_that_is_reloaded_is_corrected_again_and_stock_at_last(ranks: l
     for rank in ranks:
         found = rank["reloaded"]
         assert (found["ratios"], found["stock"]) == ([1.0, 1.0], [0.5, 0.5])
+        assert found["left"] == [False, False]
         assert (found["disabled"], found["enabled"]) == ("accepted", "accepted")
 
 

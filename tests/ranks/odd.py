@@ -23,6 +23,7 @@ from engines import attempted, config, engine, ratio, tell
 from older_engines import RANK, alone, enabled
 
 import ds_gradfix
+from ds_gradfix import slots
 
 NAME = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 stage3 = importlib.import_module("deepspeed.runtime.zero.stage3")
@@ -229,7 +230,8 @@ def reloaded() -> dict[str, Any]:
     ratios = [ratio(before), ratio(after)]
     ended = disabled()
     stock = [ratio(before), ratio(after)]
-    return {"ratios": ratios, "disabled": ended, "stock": stock, "enabled": enabled()["outcome"]}
+    left = [hasattr(vars(owner)[NAME], slots.MARK) for owner in (old_class, optimizer_class())]
+    return {"ratios": ratios, "disabled": ended, "stock": stock, "left": left, "enabled": enabled()["outcome"]}
 
 
 if __name__ == "__main__":
