@@ -16,7 +16,7 @@ from extras import needs
 from launching import RANKS, free_port, launch
 
 SCRIPT = "train_with_lightning.py"
-needs_lightning = needs(lightning="2.4")
+needs_lightning = needs(lightning="2.6")
 
 
 def found(tmp_path: Path, ranks: int, **env: str) -> dict[str, float]:

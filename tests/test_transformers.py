@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from extras import needs
 from launching import RANKS, free_port, launch
+from other_releases import folder_of
 
 SCRIPT = "train_with_transformers.py"
 SUM = {"ds_gradfix": {"sequence_parallel_reduction": "sum"}}
@@ -56,19 +57,27 @@ class Found:
 needs_transformers = needs(transformers="5.0", accelerate="1.12")  # the first with sequence parallelism
 
 
+SHARDS = tuple(f"shards, ZeRO-{stage}" for stage in (1, 2, 3))
+SUMMED = tuple(f"shards, ZeRO-{stage}, sum" for stage in (2, 3))
+APART = ("Trainer, dict", "Trainer, file", "Accelerator, dict")
+
+
 @cache
-def outputs(on: bool) -> tuple[dict[str, Found], str]:
-    """What was found for each of JOBS, and what rank 0 printed."""
+def outputs(
+    on: bool, release: str | None = None, jobs: tuple[str, ...] = tuple(JOBS)
+) -> tuple[dict[str, Found], str]:
+    """What was found for each of these JOBS, and what rank 0 printed."""
     with TemporaryDirectory() as name:
         directory = Path(name)
-        (directory / "jobs.json").write_text(json.dumps(list(JOBS.values())))
+        (directory / "jobs.json").write_text(json.dumps([JOBS[job] for job in jobs]))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "2"}
-        env = {**meeting, "HF_HUB_OFFLINE": "1", **({"DS_GRADFIX": "1"} if on else {})}
+        path = {"PYTHONPATH": folder_of(release), "TORCHDYNAMO_DISABLE": "1"} if release else {}
+        env = {**meeting, "HF_HUB_OFFLINE": "1", **path, **({"DS_GRADFIX": "1"} if on else {})}
         ended = launch(SCRIPT, name, env=env)
         assert {rank.status for rank in ended} == {0}, "\n".join(rank.output[-3000:] for rank in ended)
         trainings = json.loads((directory / "found.json").read_text())
     found = {}
-    for job, training in zip(JOBS, trainings, strict=True):
+    for job, training in zip(jobs, trainings, strict=True):
         parameters = training["parameters"].values()
         assert len(parameters) > 20
         assert max(off for _, off in parameters) < 1e-3, job  # a multiple of the right gradient
@@ -81,11 +90,6 @@ def outputs(on: bool) -> tuple[dict[str, Found], str]:
 
 def ratios(on: bool, *jobs: str) -> list[float]:
     return [outputs(on)[0][job].gradient for job in jobs]
-
-
-SHARDS = tuple(f"shards, ZeRO-{stage}" for stage in (1, 2, 3))
-SUMMED = tuple(f"shards, ZeRO-{stage}, sum" for stage in (2, 3))
-APART = ("Trainer, dict", "Trainer, file", "Accelerator, dict")
 
 
 def test_the_training_script_does_not_know_ds_gradfix() -> None:
@@ -117,6 +121,15 @@ def test_the_logged_norm_is_the_one_of_a_single_process() -> None:
     found, _ = outputs(True)
     right = [*SHARDS, *APART]
     assert [found[job].norm for job in right] == pytest.approx([1] * len(right), rel=1e-5)
+
+
+@needs_transformers
+def test_on_a_release_that_ignores_who_divides_by_the_micro_batches() -> None:
+    """Stock 0.18.3 gives updates of 0.47 (clipped), 0.25 and 0.5 times the right ones, and norms of 0.25, 0.25, 0.5."""
+    found, said = outputs(True, "0.18.3", APART)
+    assert said.count("accumulation-scale-ignored is on") == len(APART)
+    for one in found.values():
+        assert (one.gradient, one.norm) == (pytest.approx(1, rel=1e-3), pytest.approx(1, rel=1e-5))
 
 
 @needs_transformers
