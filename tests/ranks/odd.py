@@ -157,9 +157,9 @@ def blame(call: Callable[[], Any]) -> list[str]:
     try:
         call()
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        # Where in the file it is: the line of a real file, and what it reads.
-        return [type(error).__name__, str(error).partition("\n")[0], frames[-1].name, frames[-1].line or ""]
+        # What is built into the interpreter has no lines.
+        frame = next(frame for frame in reversed(traceback.extract_tb(error.__traceback__)) if frame.line)
+        return [type(error).__name__, str(error).partition("\n")[0], frame.name, str(frame.line)]
     return ["nothing"]
 
 
