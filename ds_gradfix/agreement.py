@@ -82,10 +82,16 @@ def _collect(store: Any, topic: str, world_size: int, timeout: timedelta) -> Agr
     if not _wait(store, keys, timeout):
         present = [rank for rank in range(world_size) if store.check([keys[rank]])]
     said: dict[str, list[int]] = {}
-    for rank in present:
-        said.setdefault(store.get(keys[rank]).decode(), []).append(rank)
+    for rank, text in zip(present, _read(store, [keys[rank] for rank in present]), strict=True):
+        said.setdefault(text.decode(), []).append(rank)
     missing = tuple(sorted(set(range(world_size)) - set(present)))
     return Agreement({text: tuple(ranks) for text, ranks in said.items()}, missing)
+
+
+def _read(store: Any, keys: list[str]) -> list[bytes]:
+    # One round trip where the store can: of 4,096 ranks each by itself takes a quarter of a second.
+    together = getattr(store, "has_extended_api", bool)()  # torch 2.0 has none
+    return list(store.multi_get(keys)) if together else [store.get(key) for key in keys]
 
 
 def _wait(store: Any, keys: Sequence[str], timeout: timedelta) -> bool:
