@@ -87,4 +87,4 @@ def test_deepspeeds_launcher_hands_the_variable_on(run):
     command = re.search("^pdsh .*$", output, re.M)[0]
     assert "-w node1,node2" in command and "../train_plain.py" in command
     exported = dict(re.findall(r"export (\w*DS_GRADFIX\w*)=([^;]*);", command))
-    assert exported == {_boot.ALIAS: "1"}
+    assert exported == {_boot.VARIABLE: "1"}

@@ -7,7 +7,7 @@
 # it and ranks that do not are an error at engine initialisation.
 set -euo pipefail
 
-# The launcher hands on variables whose names begin with PYTHON, NCCL and a few more. DS_GRADFIX would stay behind.
-export PYTHON_DS_GRADFIX=1
+# ds-gradfix has the launcher hand this on, and every DS_GRADFIX_* beside it, whichever runner it uses.
+export DS_GRADFIX=1
 
 exec deepspeed --hostfile "${HOSTFILE:-$(dirname "$0")/hostfile}" --master_port "${MASTER_PORT:-29500}" "$@"
