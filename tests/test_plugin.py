@@ -11,7 +11,7 @@ from textwrap import dedent
 
 import pytest
 from launching import launch
-from test_packaging import BUILT, OFFLINE, ROOT, build_wheel, run
+from test_packaging import ALONE, BUILT, ROOT, build_wheel, run
 
 from ds_gradfix import plugins
 from ds_gradfix.cli.catalogue import _data
@@ -234,7 +234,7 @@ def test_the_example_is_in_force_on_an_engine_and_broken_ones_beside_it_are_not(
     """Built as a wheel and installed; turned on by the variable alone."""
     source = shutil.copytree(ROOT / "examples" / "plugin", tmp_path / "plugin", ignore=BUILT)
     site = tmp_path / "site"
-    run(sys.executable, "-m", "pip", "install", *OFFLINE, "--target", site, build_wheel(source, tmp_path))
+    run(sys.executable, "-m", "pip", "install", *ALONE, "--target", site, build_wheel(source, tmp_path))
     for name, code in BROKEN_IN_USE.items():
         distribution(site, f"gradfix_{name}", INFO + code)
 

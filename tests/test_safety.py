@@ -11,7 +11,7 @@ SHARP = {"eval", "exec", "compile", "__import__", "breakpoint", "system", "popen
 MODULES = {"subprocess", "runpy", "multiprocessing", "pickle", "marshal", "shelve", "ctypes", "socket", "urllib"}
 USED = {
     "ds_gradfix/source.py": {"exec", "compile"},
-    "ds_gradfix/cli/doctor.py": {"subprocess"},
+    "ds_gradfix/cli/doctor/look.py": {"subprocess"},
     "ds_gradfix/cli/run.py": {"runpy"},
     "ds_gradfix/verify/launch.py": {"subprocess"},
 }
