@@ -19,9 +19,9 @@ from weakref import WeakSet
 import wrapt
 
 from ds_gradfix import _boot, older, slots
-from ds_gradfix import audit as first_step
 from ds_gradfix.engine import (
     ATTRIBUTE,
+    AUDIT,
     Engagement,
     disengage,
     engage,
@@ -39,6 +39,7 @@ from ds_gradfix.launcher import RUNNER_INIT, wrap_runner_init
 from ds_gradfix.preprocess import read_config, section_of
 from ds_gradfix.registry import (
     Finding,
+    Known,
     Option,
     Plan,
     Replace,
@@ -167,7 +168,8 @@ def disable() -> None:
         for slot in _state.outlived:
             slots.leave(slot)
         for engine in _state.engines:
-            first_step.detach(engine)
+            if AUDIT in vars(engine):
+                _audit().detach(engine)
             disengage(engine)
         _state.slots.clear()
         _state.outlived.clear()
@@ -267,11 +269,15 @@ def _maker(correction: Replace | Rewrite, finding: Finding, ids: frozenset[str])
         dispatcher = _early_dispatcher if correction.early else _dispatcher
         if isinstance(correction, Replace):
             return lambda original: dispatcher(ids, original, correction.body)
-        assert finding.function is not None
-        corrected = rewrite(finding.function, correction.rules)
         label = f"{'+'.join(sorted(ids))} {correction.target}"
-        function = recompile(corrected, module, correction.helper, label)
-        return lambda original: dispatcher(ids, original, lambda _, __, *args, **kwargs: function(*args, **kwargs))
+
+        @functools.cache
+        def corrected() -> Callable[..., Any]:
+            return recompile(rewrite(finding.source(), correction.rules), module, correction.helper, label)
+
+        if not isinstance(finding.function, Known):
+            corrected()  # what fails is said now; of a release's own file it is known not to, and most jobs need few
+        return lambda original: dispatcher(ids, original, lambda _, __, *args, **kwargs: corrected()(*args, **kwargs))
 
     return with_module
 
@@ -434,7 +440,14 @@ def _on_engine(engine: Any, topic: str, measured: bool = True, late: bool = Fals
         proof = prove(engine, engagement, _state.plan, places, topic)
     settle(engagement, proof, _state.plan)
     if settings.audit:
-        first_step.attach(engine, engagement.facts, settings.strict, topic, late)
+        _audit().attach(engine, engagement.facts, settings.strict, topic, late)
+
+
+def _audit() -> types.ModuleType:
+    """Most jobs have none, and need not import it."""
+    from ds_gradfix import audit
+
+    return audit
 
 
 def _engagement(engine: Any, plan: Plan, settings: Settings, topic: str, late: bool) -> Engagement | None:

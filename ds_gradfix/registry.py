@@ -5,6 +5,7 @@ Neither needs an import of torch or DeepSpeed.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -16,6 +17,7 @@ from difflib import get_close_matches
 from enum import Enum
 from functools import cache, partial
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
@@ -211,6 +213,33 @@ def known_sources(patch_id: str) -> dict[str, dict[str, Verdict]]:
 
 
 @cache
+def known_files() -> dict[str, dict[str, str]]:
+    """Module -> hash of its file -> a release that has it, from ``patches/files.json``."""
+    text = resources.files("ds_gradfix.patches").joinpath("files.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))
+
+
+@cache
+def _by_target() -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for entry in catalogue():
+        found.setdefault(entry["target"], []).append(entry)
+    return found
+
+
+@cache
+def _known_files() -> dict[str, dict[str, str]]:
+    """Module -> :func:`file_mark` -> a release that has it, from ``patches/files.json``."""
+    text = resources.files("ds_gradfix.patches").joinpath("files.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))
+
+
+def file_mark(path: Path) -> str:
+    """A hash of a file's bytes. Raises OSError if it can't be read."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
+
+
+@cache
 def releases_with(target: str) -> frozenset[str]:
     """The known releases that have a target, or what a patch needs, as they were published."""
     return frozenset(release for entry in catalogue() if entry["target"] == target for release in entry["releases"])
@@ -303,14 +332,32 @@ def _built_in(name: str) -> list[Any]:
 
 
 @dataclass(frozen=True)
+class Known:
+    """A function of a file that a release has byte for byte: its fingerprint, without reading it."""
+
+    path: Path
+    qualname: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
 class Finding:
     """One target on this install: the function (None if it isn't there), its verdict, and why."""
 
     target: Target
     verdict: Verdict
     reason: str
-    function: Function | None = None
+    function: Function | Known | None = None
     fingerprint: str | None = None
+
+    def source(self) -> Function:
+        """The function as it stands in its file. Raises OSError if that can't be read, and as find_functions does."""
+        if not isinstance(self.function, Known):
+            assert self.function is not None
+            return self.function
+        function = find_functions(self.function.path, [self.function.qualname])[self.function.qualname]
+        assert function is not None
+        return function
 
 
 @dataclass(frozen=True)
@@ -372,7 +419,7 @@ def make_plan(installed: Installed, patches: Sequence[Patch], settings: Settings
     asked for by name (``only``), or any patch in strict mode, because a source is unrecognised.
     """
     check_names(settings, patches)
-    functions = read_functions(installed, {t for patch in patches for t in (*patch.targets, *patch.needs)})
+    functions = look_up(installed, {t for patch in patches for t in (*patch.targets, *patch.needs)})
     plan = Plan(installed, tuple(_entry(installed, patch, settings, functions) for patch in patches))
     insist(plan, settings)
     return plan
@@ -390,6 +437,26 @@ def insist(plan: Plan, settings: Settings) -> None:
 
 
 Functions = Mapping[Target, "Function | str | None"]
+
+
+def look_up(installed: Installed, targets: Iterable[Target]) -> Mapping[Target, Function | Known | str | None]:
+    """:func:`read_functions`, but for files that are a release's own, which need no reading."""
+    found: dict[Target, Function | Known | str | None] = {}
+    for module in {target.module for target in targets}:
+        release = _release_of(installed.module_file(module), module)
+        for target in targets if release else ():
+            if target.module == module and str(target) in _by_target():
+                marks = [e["fingerprint"] for e in _by_target()[str(target)] if release in e["releases"]]
+                path = installed.module_file(module)
+                found[target] = Known(path, target.qualname, marks[0]) if path and marks else None
+    return {**found, **read_functions(installed, [target for target in targets if target not in found])}
+
+
+def _release_of(path: Path | None, module: str) -> str | None:
+    try:
+        return _known_files().get(module, {}).get(file_mark(path)) if path else None
+    except OSError:
+        return None
 
 
 def read_functions(installed: Installed, targets: Iterable[Target]) -> Functions:
@@ -413,7 +480,7 @@ def read_functions(installed: Installed, targets: Iterable[Target]) -> Functions
     return found
 
 
-def _finding(installed: Installed, patch: Patch, target: Target, function: Function | str | None) -> Finding:
+def _finding(installed: Installed, patch: Patch, target: Target, function: Function | Known | str | None) -> Finding:
     if isinstance(function, str):
         return Finding(target, Verdict.UNRECOGNISED, function)
     if function is None:
@@ -425,7 +492,7 @@ def _finding(installed: Installed, patch: Patch, target: Target, function: Funct
             reason = f"this build does not have it where DeepSpeed {installed.release} has"
             return Finding(target, Verdict.UNRECOGNISED, reason)
         return Finding(target, Verdict.UNRECOGNISED, "it is not where every known release that has it keeps it")
-    mark = fingerprint(function.node)
+    mark = function.fingerprint if isinstance(function, Known) else fingerprint(function.node)
     verdict = patch.fingerprints.get(str(target), {}).get(mark, Verdict.UNRECOGNISED)
     reason = f"source {mark}"
     if verdict is Verdict.ABSENT:
@@ -439,7 +506,9 @@ def _known(installed: Installed) -> bool:
     return installed.release is not None and installed.release <= newest_known_release()
 
 
-def _entry(installed: Installed, patch: Patch, settings: Settings, functions: Functions) -> Entry:
+def _entry(
+    installed: Installed, patch: Patch, settings: Settings, functions: Mapping[Target, Function | Known | str | None]
+) -> Entry:
     findings = tuple(_finding(installed, patch, target, functions[target]) for target in patch.targets)
     order = (Verdict.UNRECOGNISED, Verdict.DEFECTIVE, Verdict.FIXED, Verdict.ABSENT)
     verdict = min((finding.verdict for finding in findings), key=order.index)
@@ -451,8 +520,10 @@ def _entry(installed: Installed, patch: Patch, settings: Settings, functions: Fu
         try:
             for correction, finding in zip(patch.corrections, findings, strict=True):
                 wanted = finding.verdict in (Verdict.DEFECTIVE, Verdict.UNRECOGNISED)
-                if isinstance(correction, Rewrite) and finding.function is not None and wanted:
-                    rewrite(finding.function, correction.rules)
+                # That ours match in every release is tested; to see it again would take a tenth of a second.
+                tested = isinstance(finding.function, Known) and patch.plugin is None
+                if isinstance(correction, Rewrite) and finding.function is not None and wanted and not tested:
+                    rewrite(finding.source(), correction.rules)
         except Exception as error:
             if patch.plugin is None and not isinstance(error, RewriteError):
                 raise

@@ -1,4 +1,5 @@
-"""Write patches/fingerprints.json: the source of every target in every release, with its verdict.
+"""Write patches/fingerprints.json, the source of every target in every release with its verdict; patches/files.json,
+the hashes of the files they stand in, since one that is a release's own need not be read.
 
     python tools/catalogue.py
 
@@ -19,10 +20,11 @@ import matrix
 import releases
 from packaging.version import Version
 
-from ds_gradfix.registry import Target, Verdict, discover, read_functions
+from ds_gradfix.registry import Target, Verdict, discover, file_mark, read_functions
 from ds_gradfix.source import Function, fingerprint
 
 FILE = Path(__file__).resolve().parent.parent / "patches" / "fingerprints.json"
+FILES = FILE.with_name("files.json")
 READ = "by reading"
 BOUNDS = Path(__file__).resolve().parent / "defective_in.json"
 """Of each patch the first and the last defective release, by function, "*" for all others; null is no end. A patch that
@@ -91,7 +93,20 @@ def _shows(row: matrix.Row, entry: Mapping[str, Any], patch_id: str) -> bool:
     return entry["target"] in row.run and (row.stock_right or len(row.patches) > 1)
 
 
+def known_files(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """For each module with a target, the hashes of its file, each with the first release that has it."""
+    modules = sorted({target.module for p in discover(plugins=False) for target in (*p.targets, *p.needs)})
+    found: dict[str, dict[str, str]] = {module: {} for module in modules}
+    for release in names:
+        for module in modules:
+            path = releases.as_installed(release).module_file(module)
+            if path is not None:
+                found[module].setdefault(file_mark(path), release)
+    return found
+
+
 def write() -> list[dict[str, Any]]:
+    FILES.write_text(json.dumps(known_files(releases.all_folders()), indent=1) + "\n", encoding="utf-8")
     found = earned(catalogue(releases.all_folders()))
     FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return found

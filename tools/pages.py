@@ -107,8 +107,8 @@ def _one(correction: Correction, finding: Finding) -> Iterator[str]:
         yield "No code goes in: on an engine that needs it, what the function obeys is set."
         yield from _block("python", "\n".join(steered(correction)))
     elif isinstance(correction, Rewrite):
-        assert finding.function is not None
-        changed = diff(finding.function, rewrite(finding.function, correction.rules), context=0)
+        function = finding.source()
+        changed = diff(function, rewrite(function, correction.rules), context=0)
         yield "Lines of the installed function change:"
         yield from _block("diff", changed)
         used = dict.fromkeys(re.findall(r"_ds_gradfix\.(\w+)", changed))

@@ -45,8 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(screen: Console, correction: Correction, finding: Finding, forced: bool) -> None:
-    function = finding.function
-    if function is None or finding.verdict in (Verdict.ABSENT, Verdict.FIXED):
+    if finding.function is None or finding.verdict in (Verdict.ABSENT, Verdict.FIXED):
         screen.print(f"Nothing to correct in {finding.target}: {finding.verdict.value}, {finding.reason}.")
         return
     if isinstance(correction, Steer):
@@ -57,8 +56,9 @@ def _show(screen: Console, correction: Correction, finding: Finding, forced: boo
     verb = "rewrite" if isinstance(correction, Rewrite) else "replace"
     _print_code(screen, Text(f"{f'Forced, it would {verb}' if forced else f'It {verb}s'} {finding.target}:"))
     if isinstance(correction, Rewrite):
-        _show_rewrite(screen, correction, function)
+        _show_rewrite(screen, correction, finding.source())
     else:
+        function = finding.source()
         _show_source(screen, f"installed: {function.path}:{_first_line(function)}", _text(function))
         _show_source(screen, f"in its place: {_place(correction.body)}", source_of(correction.body))
 
