@@ -439,8 +439,10 @@ def _on_engine(engine: Any, topic: str, measured: bool = True, late: bool = Fals
         places = [_in_words(slot) for target, slot in _state.slots.items() if target != RUNNER_INIT]
         proof = prove(engine, engagement, _state.plan, places, topic)
     settle(engagement, proof, _state.plan)
-    if settings.audit:
+    if settings.audit and measured:
         _audit().attach(engine, engagement.facts, settings.strict, topic, late)
+    elif settings.audit:
+        log.warning("ds-gradfix: this engine is not audited: the ranks can't tell it from others. Make it again")
 
 
 def _audit() -> types.ModuleType:
@@ -474,8 +476,8 @@ def _on_older_engines() -> None:
     """Correct the engines that exist already from now on. Every rank takes part, also one that has none."""
     _state.looks_back += 1
     found = older.look(sys.modules[ENGINE_INIT.module].DeepSpeedEngine)
-    if _state.settings.self_check == "off":
-        shared = [older.Older(engine, "", True) for engine in found]
+    if _state.settings.self_check == "off" and not _state.settings.audit:
+        shared = [older.Older(engine, "", False) for engine in found]
     else:
         shared = older.share(found, f"ds_gradfix/older/{_state.looks_back}", _state.settings)
     for number, one in enumerate(shared):

@@ -9,8 +9,8 @@ from launching import free_port, launch
 from test_engine import results
 
 SCENARIOS = (
-    "shared", "on one rank", "none on the first", "alike", "destroyed", "refused on one rank", "refused late",
-    "unreadable on one rank", "unreadable", "pipelines", "pipelines alike",
+    "shared", "on one rank", "none on the first", "alike", "alike, audited", "destroyed", "refused on one rank",
+    "refused late", "unreadable on one rank", "unreadable", "pipelines", "pipelines alike",
 )  # fmt: skip
 MEASURED = "measured 1 of the right value"
 PROMPTLY = 20.0
@@ -62,6 +62,13 @@ def test_engines_that_only_a_rank_itself_tells_apart_are_corrected_without_a_mea
     assert MEASURED not in log
     for rank in ranks:
         assert rank["alike"]["ratios"] == [1.0, 1.0]
+
+
+def test_engines_that_only_a_rank_itself_tells_apart_are_not_audited(ranks: list[dict[str, Any]]) -> None:
+    for log in accepted(ranks, "alike, audited"):
+        assert log.count("this engine is not audited: the ranks can't tell it from others") == 2
+    for rank in ranks:
+        assert rank["alike, audited"]["ratios"] == [1.0, 1.0]
 
 
 def test_destroyed_engines_are_left_alone(ranks: list[dict[str, Any]]) -> None:

@@ -37,12 +37,12 @@ class Said(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def enabled() -> dict[str, Any]:
+def enabled(**settings: Any) -> dict[str, Any]:
     """Turn it on: how long that takes, what is logged, what is raised."""
     said = Said()
     logging.getLogger("ds_gradfix").addHandler(said)
     started = time.monotonic()
-    outcome = attempted(ds_gradfix.enable)
+    outcome = attempted(lambda: ds_gradfix.enable(**settings))
     logging.getLogger("ds_gradfix").removeHandler(said)
     return {"outcome": outcome, "log": "\n".join(said.lines), "seconds": time.monotonic() - started}
 
@@ -88,10 +88,12 @@ def none_on_the_first() -> dict[str, Any]:
     return enabled()
 
 
-def alike() -> dict[str, Any]:
+def alike(**settings: Any) -> dict[str, Any]:
     """Two engines that only a rank itself can tell apart."""
     pair = [engine(config()), engine(config())]
-    return {**enabled(), "ratios": list(map(ratio, pair))}
+    started = time.monotonic()
+    found = enabled(**settings)
+    return {**found, "ratios": list(map(ratio, pair)), "seconds": time.monotonic() - started}
 
 
 def destroyed() -> dict[str, Any]:
@@ -174,6 +176,7 @@ if __name__ == "__main__":
             "on one rank": alone(on_one_rank),
             "none on the first": alone(none_on_the_first),
             "alike": alone(alike),
+            "alike, audited": alone(lambda: alike(audit=True, self_check="off")),
             "destroyed": alone(destroyed),
             "refused on one rank": alone(refused_on_one_rank),
             "refused late": alone(refused_late),
