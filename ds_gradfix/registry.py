@@ -11,7 +11,7 @@ import json
 import os
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from enum import Enum
@@ -213,13 +213,6 @@ def known_sources(patch_id: str) -> dict[str, dict[str, Verdict]]:
 
 
 @cache
-def known_files() -> dict[str, dict[str, str]]:
-    """Module -> hash of its file -> a release that has it, from ``patches/files.json``."""
-    text = resources.files("ds_gradfix.patches").joinpath("files.json").read_text(encoding="utf-8")
-    return dict(json.loads(text))
-
-
-@cache
 def _by_target() -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for entry in catalogue():
@@ -242,7 +235,7 @@ def file_mark(path: Path) -> str:
 @cache
 def releases_with(target: str) -> frozenset[str]:
     """The known releases that have a target, or what a patch needs, as they were published."""
-    return frozenset(release for entry in catalogue() if entry["target"] == target for release in entry["releases"])
+    return frozenset(release for entry in _by_target().get(target, ()) for release in entry["releases"])
 
 
 def newest_known_release() -> Version:
@@ -437,26 +430,29 @@ def insist(plan: Plan, settings: Settings) -> None:
 
 
 Functions = Mapping[Target, "Function | str | None"]
+FunctionsFound = Mapping[Target, "Function | Known | str | None"]
 
 
-def look_up(installed: Installed, targets: Iterable[Target]) -> Mapping[Target, Function | Known | str | None]:
+def look_up(installed: Installed, targets: Collection[Target]) -> FunctionsFound:
     """:func:`read_functions`, but for files that are a release's own, which need no reading."""
-    found: dict[Target, Function | Known | str | None] = {}
-    for module in {target.module for target in targets}:
-        release = _release_of(installed.module_file(module), module)
-        for target in targets if release else ():
-            if target.module == module and str(target) in _by_target():
-                marks = [e["fingerprint"] for e in _by_target()[str(target)] if release in e["releases"]]
-                path = installed.module_file(module)
-                found[target] = Known(path, target.qualname, marks[0]) if path and marks else None
-    return {**found, **read_functions(installed, [target for target in targets if target not in found])}
+    owned = {module: _own_file(installed, module) for module in {target.module for target in targets}}
+    known: dict[Target, Known | None] = {}
+    for target in targets:
+        path, release = owned[target.module] or (None, None)
+        if path is not None and str(target) in _by_target():
+            marks = [entry["fingerprint"] for entry in _by_target()[str(target)] if release in entry["releases"]]
+            known[target] = Known(path, target.qualname, marks[0]) if marks else None
+    return {**known, **read_functions(installed, [target for target in targets if target not in known])}
 
 
-def _release_of(path: Path | None, module: str) -> str | None:
+def _own_file(installed: Installed, module: str) -> tuple[Path, str] | None:
+    """A module's file and a release that has the same, None if none has it."""
+    path = installed.module_file(module)
     try:
-        return _known_files().get(module, {}).get(file_mark(path)) if path else None
+        release = _known_files().get(module, {}).get(file_mark(path)) if path else None
     except OSError:
         return None
+    return (path, release) if path and release else None
 
 
 def read_functions(installed: Installed, targets: Iterable[Target]) -> Functions:
@@ -506,9 +502,7 @@ def _known(installed: Installed) -> bool:
     return installed.release is not None and installed.release <= newest_known_release()
 
 
-def _entry(
-    installed: Installed, patch: Patch, settings: Settings, functions: Mapping[Target, Function | Known | str | None]
-) -> Entry:
+def _entry(installed: Installed, patch: Patch, settings: Settings, functions: FunctionsFound) -> Entry:
     findings = tuple(_finding(installed, patch, target, functions[target]) for target in patch.targets)
     order = (Verdict.UNRECOGNISED, Verdict.DEFECTIVE, Verdict.FIXED, Verdict.ABSENT)
     verdict = min((finding.verdict for finding in findings), key=order.index)
